@@ -1,0 +1,34 @@
+"""zero_jax: ZeRO for JAX.
+
+ZeRO (Rajbhandari et al., 2020, arXiv 1910.02054) partitions the model states of data-parallel
+training over the devices that would otherwise each hold all of them: the optimizer state (stage 1),
+the gradients (2), the parameters (3). Here any Flax training state becomes one of them in one call:
+
+    state = zero_jax.shard_train_state(state, stage=2)
+
+and the user's own jitted step goes on working.
+
+The rooms, from the ground up; each imports only its own floor and lower ones:
+
+  words        stage  mesh  partition  rules  precision
+  the paper    layout  shortfall  collectives  master_weights  optimizer
+  residence    residence
+  the state    flax_linen  flax_nnx  options  anatomy  train_state  batch
+  beside       reporting (tables, plots): read only
+  roof         config
+"""
+
+from .batch import shard_batch as shard_batch
+from .layout import Layout as Layout
+from .layout import LeafReport as LeafReport
+from .optimizer import MasterWeights as MasterWeights
+from .optimizer import PartitionedOptimizer as PartitionedOptimizer
+from .optimizer import partition_optimizer as partition_optimizer
+from .precision import Precision as Precision
+from .shortfall import ZeroWarning as ZeroWarning
+from .stage import Stage as Stage
+from .train_state import init_train_state as init_train_state
+from .train_state import layout_of as layout_of
+from .train_state import lower_init_train_state as lower_init_train_state
+from .train_state import shard_train_state as shard_train_state
+from .train_state import unshard_train_state as unshard_train_state

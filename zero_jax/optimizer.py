@@ -1,0 +1,200 @@
+"""The optax wrapper: one update of ZeRO, in the global view.
+
+ZeRO (arXiv 1910.02054, sections 5 and 7): gradients are reduced to the device that owns their
+partition, each device updates its own part of the optimizer state, the updated parameters are
+gathered. Here each of those three is a statement about where an array lies, made on whole arrays
+under jit. Optax itself runs unchanged, on logical shapes, so any transformation is exact: norms,
+factored moments, masks by rank, orthogonalisation. XLA adds the small reductions they need.
+
+Not here: gradient accumulation, clipping, loss scaling (optax has them), the reduction dtype (the
+user's step decides it; see `precision`).
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from .collectives import constrain, pad, unpad
+from .layout import Layout, Placement
+from .master_weights import MasterWeights, init_with_master, update_with_master
+from .precision import Precision
+from .shortfall import warn
+
+Tree = Any
+
+
+class PartitionedOptimizer(optax.GradientTransformationExtraArgs):
+    """An optax transformation whose update computes the stage of the state it was laid out for.
+
+    Made by `partition_optimizer`; `shard_train_state` makes one for a state with a `tx` of its own.
+    """
+
+    __slots__ = ()
+
+    @property
+    def layout(self) -> Layout | None:
+        """The layout of the state, None before `shard_train_state`."""
+        return _binding(self).layout
+
+    @property
+    def inner(self) -> optax.GradientTransformation:
+        """The user's own transformation."""
+        return _binding(self).inner
+
+    def bind(self, layout: Layout, precision: Precision) -> None:
+        """Give this optimizer its layout, once.
+
+        Raises:
+          ValueError: it already has another one. A step that was traced with one layout must not
+            meet a second, silently.
+        """
+        binding = _binding(self)
+        if binding.layout is not None and not binding.layout.same_as(layout):
+            raise ValueError(
+                f"tx: this optimizer is already wrapped and laid out for stage "
+                f"{int(binding.layout.stage)} over {dict(binding.layout.mesh.shape)}; wrap the "
+                "optax transformation anew (zero_jax.partition_optimizer) for another layout."
+            )
+        binding.layout, binding.precision = layout, precision
+
+
+def partition_optimizer(tx: optax.GradientTransformation) -> PartitionedOptimizer:
+    """Wrap a transformation for a step that closes over it.
+
+    Needed when the state is a dict or struct without a `tx` of its own: wrap, write the step with
+    the wrapped `tx`, and pass it to `shard_train_state(..., tx=tx)`, which gives it its layout.
+    Until then `init` is the plain one and `update` raises.
+
+    Args:
+      tx: any optax transformation; wrap the outermost one (outside `MultiSteps`, `chain`, ...).
+
+    Raises:
+      TypeError: `tx` has no `init` and `update`.
+      ValueError: `tx` is already wrapped.
+
+    >>> tx = partition_optimizer(optax.adamw(1e-3))
+    >>> tx.layout is None
+    True
+    """
+    if isinstance(tx, PartitionedOptimizer):
+        raise ValueError("tx: this optimizer is already wrapped; wrap the plain transformation.")
+    if not (callable(getattr(tx, "init", None)) and callable(getattr(tx, "update", None))):
+        raise TypeError(f"tx={tx!r} is a {type(tx).__name__}; expected an optax transformation.")
+    binding = _Binding(optax.with_extra_args_support(tx))
+    return PartitionedOptimizer(binding.init, binding.update)
+
+
+def _binding(tx: PartitionedOptimizer) -> "_Binding":
+    return tx.update.__self__  # type: ignore[attr-defined]
+
+
+@dataclass(eq=False)
+class _Binding:
+    """The two functions of a `PartitionedOptimizer`, and what they know."""
+
+    inner: optax.GradientTransformationExtraArgs
+    layout: Layout | None = None
+    precision: Precision = Precision()
+
+    def init(self, params: Tree) -> Any:
+        """Optimizer state: plain before the layout is known, at rest in its layout after."""
+        if self.layout is None:
+            return self.inner.init(params)
+        layout, precision = self.layout, self.precision
+
+        def born(params: Tree) -> Any:
+            state = init_with_master(self.inner, params, precision)
+            return _map(pad, layout.opt_state, state, "opt_state")
+
+        return jax.jit(born)(params)
+
+    def update(
+        self, grads: Tree, opt_state: Any, params: Tree | None = None, **extra: Any
+    ) -> tuple[Tree, Any]:
+        """One update; arguments and results as in optax, every array where the layout says."""
+        layout = self.layout
+        if layout is None:
+            raise ValueError(
+                "tx: this optimizer is wrapped, but no state was laid out for it; call "
+                "zero_jax.shard_train_state(state, stage, tx=tx) before the first step."
+            )
+        _check_dtypes(layout, self.precision, grads)
+        grads = _map(_lies_at_rest, layout.grads, grads, "grads")  # reduced
+        grads = _map(_lies_in_flight, layout.updates, grads, "grads")  # partitioned
+        state = _map(unpad, layout.opt_state, opt_state, "opt_state")
+        old = params if params is None else _map(_lies_in_flight, layout.updates, params, "params")
+
+        if isinstance(state, MasterWeights):
+            if params is None:
+                raise ValueError("params: an optimizer with master copies needs tx.update(g, s, p)")
+            updates, state = update_with_master(
+                self.inner, layout, grads, state, old, params, extra
+            )
+        else:
+            updates, state = self.inner.update(grads, state, old, **extra)
+            updates = _map(_lies_in_flight, layout.updates, updates, "updates")
+            updates = _map(_lies_at_rest, layout.params, updates, "updates")  # gathered
+        return updates, _map(pad, layout.opt_state, state, "opt_state")
+
+
+def _check_dtypes(layout: Layout, precision: Precision, grads: Tree) -> None:
+    """Say so when the step's own dtypes are not those that `precision` promises."""
+    pairs = [
+        (placement.leaf, g)
+        for placement, g in zip(
+            jax.tree.leaves(layout.params), jax.tree.leaves(grads), strict=False
+        )
+        if jnp.issubdtype(placement.leaf.dtype, jnp.floating)
+    ]
+    reduced = [(leaf, g) for leaf, g in pairs if precision.reduce not in (None, g.dtype)]
+    gathered = [leaf for leaf, _ in pairs if precision.compute not in (None, leaf.dtype)]
+    if reduced:
+        leaf, g = reduced[0]
+        warn(
+            f"Precision(reduce={precision.reduce}): {len(reduced)} gradients arrive in another "
+            f"dtype and were reduced in it, the first {leaf.path!r} in {g.dtype}; differentiate "
+            "with respect to parameters cast to the reduce dtype."
+        )
+    if gathered:
+        warn(
+            f"Precision(compute={precision.compute}): {len(gathered)} parameters lie in another "
+            f"dtype and are gathered in it, the first {gathered[0].path!r} in {gathered[0].dtype}; "
+            "set params= to the compute dtype."
+        )
+
+
+def _lies_at_rest(x: Any, placement: Placement) -> Any:
+    return _constrain_number(x, placement.rest)
+
+
+def _lies_in_flight(x: Any, placement: Placement) -> Any:
+    return _constrain_number(x, placement.flight)
+
+
+def _constrain_number(x: Any, sharding: Any) -> Any:
+    if getattr(x, "dtype", None) == jax.dtypes.float0:
+        return x
+    return constrain(jnp.asarray(x), sharding)
+
+
+def _map(move: Any, placements: Tree, tree: Tree, name: str) -> Tree:
+    """Apply `move(leaf, placement)` leaf by leaf; containers are those of `tree`."""
+    where, structure = jax.tree.leaves(placements), jax.tree.structure(tree)
+    leaves = structure.flatten_up_to(tree)
+    if len(where) != len(leaves):
+        raise ValueError(
+            f"{name}: {len(leaves)} leaves where the layout has {len(where)}; this is not the "
+            "tree that the optimizer was laid out for."
+        )
+    shapes = "rest_shape" if move is unpad else "shape"
+    for placement, leaf in zip(where, leaves, strict=True):
+        expected = placement.partition.rest_shape if move is unpad else placement.leaf.shape
+        if jnp.shape(leaf) != expected:
+            raise ValueError(
+                f"{name}/{placement.leaf.path}: has shape {jnp.shape(leaf)}, expected "
+                f"{shapes} {expected}; this is not the tree that the optimizer was laid out for."
+            )
+    return structure.unflatten(move(x, p) for x, p in zip(leaves, where, strict=True))

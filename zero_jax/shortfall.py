@@ -1,0 +1,67 @@
+"""What a stage promised and a state does not give: said once, with leaves and bytes.
+
+Silence is how a flag that does nothing stays in a training script. A stage that cuts nothing, or
+leaves more than half of a tree on every device, is a `ZeroWarning` that names the largest such
+leaves. Single small leaves that stay whole are in the layout's table.
+"""
+
+import warnings
+
+import jax
+
+from .layout import Layout, Placement
+from .reporting.tables import bytes_text
+
+
+class ZeroWarning(UserWarning):
+    """A stage, rule or precision that does less than its name says."""
+
+
+def warn_if_short(layout: Layout) -> None:
+    """Warn about trees that the stage partitions in name only.
+
+    Warns:
+      ZeroWarning: the data axis has one device; or a partitioned tree keeps more than half of its
+        bytes on each device although N > 2, or all of them at N = 2.
+    """
+    stage, n = layout.stage, layout.size
+    total = layout.total_bytes
+    if not stage.partitions_optimizer:
+        return
+    if n == 1:
+        held = bytes_text(sum(total[t] for t in ("params", "opt_state")))
+        warn(
+            f"stage {int(stage)}: the axis {layout.axis!r} has one device and partitions nothing; "
+            f"it holds all {held} of parameters and optimizer state."
+        )
+        return
+    trees = {"opt_state": layout.opt_state}
+    if stage.partitions_parameters:
+        trees["params"] = layout.params
+    for name, tree in trees.items():
+        placements = jax.tree.leaves(tree)
+        held = layout.bytes_per_device[name]
+        if any(p.partition.parts > 1 for p in placements) and (n == 2 or held <= total[name] / 2):
+            continue
+        warn(
+            f"stage {int(stage)} over {n} devices leaves {bytes_text(held)} of the "
+            f"{bytes_text(total[name])} of {name} on every device{_largest(placements, n)}"
+        )
+
+
+def _largest(placements: list[Placement], n: int) -> str:
+    short = [p for p in placements if p.partition.parts < n]
+    short = sorted(short, key=lambda p: -p.bytes_per_device)
+    if not short:
+        return "."
+    named = "; ".join(
+        f"{p.leaf.path} {p.leaf.shape}: {bytes_text(p.bytes_per_device)} ({p.partition.reason})"
+        for p in short[:3]
+    )
+    more = f"; and {len(short) - 3} more in str(layout)" if len(short) > 3 else ""
+    return f": {named}{more}."
+
+
+def warn(message: str) -> None:
+    """Issue a `ZeroWarning`."""
+    warnings.warn(message, ZeroWarning, stacklevel=2)

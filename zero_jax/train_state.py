@@ -1,0 +1,222 @@
+"""Any Flax training state, made ZeRO stage 1, 2 or 3 in one call.
+
+The order of events, for a state that exists and for one that is born partitioned:
+
+  open      take the state apart: parameters, optimizer state, everything else, `tx`
+  check     deleted arrays, other meshes, optimizer state that is not these parameters'
+  layout    decide where every leaf lies
+  place     cast, pad and move leaf by leaf; or compile `create` with these output shardings
+  close     the same type again, with `tx` wrapped so that the user's own step computes the stage
+
+The step is the user's: `jax.jit` of a function that calls `tx.update` (or `apply_gradients`, or
+`optimizer.update`) on the state and returns it. Its batch is placed by `shard_batch`.
+"""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from .anatomy import (
+    Anatomy,
+    is_container,
+    lay_out,
+    map_states,
+    open_laid_out,
+    open_state,
+    optimizer_of,
+)
+from .collectives import constrain, pad
+from .layout import Layout
+from .master_weights import add_master
+from .optimizer import PartitionedOptimizer
+from .options import DEFAULT_MIN_SIZE, Options, check_options
+from .precision import Precision
+from .residence import abstract, gather, is_compile_only, place, strengthen
+from .rules import Rule
+
+S = TypeVar("S")
+Tree = Any
+
+
+def shard_train_state(
+    state: S,
+    stage: int,
+    *,
+    mesh: Mesh | None = None,
+    axis: str = "data",
+    min_size: int = DEFAULT_MIN_SIZE,
+    precision: Precision | None = None,
+    rules: Mapping[str, Rule] | None = None,
+    tx: Any = None,
+) -> S:
+    """Lay a training state out for a ZeRO stage (arXiv 1910.02054, section 5).
+
+    Args:
+      state: a linen `TrainState` or subclass; an NNX `(model, optimizer)` or `ModelAndOptimizer`;
+        a dict, struct or NamedTuple with `params` and `opt_state`; or a tuple, list or dict of
+        such states. Leaves may be arrays or `ShapeDtypeStruct`s. The arrays stay alive.
+      stage: 0 replicated, 1 optimizer state partitioned, 2 and gradients, 3 and parameters.
+      mesh: mesh to partition over; by default the mesh the state lies on, or all devices along
+        `axis`. An Explicit mesh is used with Auto axes, except under `jax.set_mesh(mesh)`.
+      axis: the mesh axis to partition over.
+      min_size: leaves with fewer elements stay whole; 0 cuts everything with 2 elements or more.
+      precision: dtypes of parameters and master copies; by default as the state has them.
+      rules: pattern of a parameter's path -> "whole", "stacked" or a `PartitionSpec`.
+      tx: for a state without a `tx` of its own, the optimizer its step uses, wrapped by
+        `partition_optimizer`; for a dict of states, a dict of them.
+
+    Returns:
+      A state of the same type and tree structure. Optimizer leaves that no dim cuts evenly are
+      padded at rest (`unshard_train_state` gives logical shapes back). With a master copy the
+      optimizer state is `MasterWeights(master, inner)`.
+
+    Raises:
+      TypeError, ValueError: an argument or a leaf is not as described; before any compile.
+
+    Warns:
+      ZeroWarning: the stage partitions nothing, or leaves more than half of a tree whole.
+    """
+    if is_container(state):
+        return map_states(
+            lambda one, its_tx: shard_train_state(
+                one, stage, mesh=mesh, axis=axis, min_size=min_size,
+                precision=precision, rules=rules, tx=its_tx,
+            ), state, tx,
+        )  # fmt: skip
+    options = check_options(state, stage, mesh, axis, min_size, precision, rules)
+    anatomy = open_state(state, tx)
+    layout = lay_out(anatomy, options)
+    opt_state = add_master(anatomy.params, anatomy.opt_state, options.precision)
+    parts = (anatomy.params, opt_state, anatomy.other)
+    return anatomy.close(*jax.tree.map(place, parts, _placements(layout)))
+
+
+def init_train_state(
+    create: Callable[..., S],
+    *args: Any,
+    stage: int,
+    mesh: Mesh | None = None,
+    axis: str = "data",
+    min_size: int = DEFAULT_MIN_SIZE,
+    precision: Precision | None = None,
+    rules: Mapping[str, Rule] | None = None,
+    tx: Any = None,
+) -> S:
+    """Build a training state that never exists whole on any device.
+
+    `create` is traced, laid out from its shapes, and compiled with the layout as output shardings.
+
+    Args:
+      create: function of `args` that returns a state, as for `shard_train_state`.
+      args: its arguments. If one is a `ShapeDtypeStruct`, or the mesh cannot hold arrays here, the
+        state that comes back is abstract.
+      stage, mesh, axis, min_size, precision, rules, tx: as in `shard_train_state`.
+
+    Returns:
+      The state, each leaf born in its place.
+    """
+    options = check_options(None, stage, mesh, axis, min_size, precision, rules)
+    birth = _birth(create, args, options, tx)
+    described = any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(args))
+    if described or is_compile_only(options.mesh):
+        return birth.anatomy.close(*jax.tree.map(abstract, _placements(birth.layout)))
+    return birth.anatomy.close(*birth.structure.unflatten(birth.jitted(*args)))
+
+
+def lower_init_train_state(
+    create: Callable[..., Any],
+    *args: Any,
+    stage: int,
+    mesh: Mesh | None = None,
+    axis: str = "data",
+    min_size: int = DEFAULT_MIN_SIZE,
+    precision: Precision | None = None,
+    rules: Mapping[str, Rule] | None = None,
+    tx: Any = None,
+) -> jax.stages.Lowered:
+    """The initialisation that `init_train_state` runs, lowered and not run.
+
+    `.compile().memory_analysis()` says what a device holds meanwhile: its part and one leaf.
+    """
+    options = check_options(None, stage, mesh, axis, min_size, precision, rules)
+    return _birth(create, args, options, tx).jitted.lower(*args)
+
+
+def layout_of(state: Any) -> Layout:
+    """The layout of a state from `shard_train_state` or `init_train_state`.
+
+    Args:
+      state: the state, at any step; for a state whose step closes over its `tx`, that `tx`.
+
+    Raises:
+      TypeError: it has no wrapped optimizer, or that has no layout yet.
+    """
+    tx = optimizer_of(state)
+    if not isinstance(tx, PartitionedOptimizer) or tx.layout is None:
+        raise TypeError(
+            f"state: this {type(state).__name__} carries no layout; expected a state that came "
+            "from shard_train_state or init_train_state. For a dict or struct whose step closes "
+            "over its optimizer, pass that optimizer: layout_of(tx)."
+        )
+    return tx.layout
+
+
+def unshard_train_state(state: S, *, tx: Any = None) -> S:
+    """The inverse of `shard_train_state`: logical shapes, whole leaves, the plain `tx`.
+
+    Every device of the mesh holds the whole state afterwards. Partitions on other axes and master
+    copies stay.
+
+    Args:
+      state: a state that `shard_train_state` or `init_train_state` made, at any step.
+      tx: the wrapped optimizer of a state that has none of its own.
+    """
+    layout = layout_of(state if tx is None else tx)
+    anatomy = open_laid_out(state, tx)
+    trees = (anatomy.params, anatomy.opt_state, anatomy.other)
+    return anatomy.close(*jax.tree.map(gather, trees, _placements(layout)))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Birth:
+    """An initialisation that has been laid out and not run; `jitted` gives the leaves."""
+
+    anatomy: Anatomy
+    layout: Layout
+    jitted: Any
+    structure: Any
+
+
+def _birth(create: Callable[..., Any], args: tuple[Any, ...], options: Options, tx: Any) -> _Birth:
+    """Trace `create` for its anatomy, and jit it so that every leaf is born in place."""
+    opened: list[Anatomy] = []
+
+    def parts(*args: Any) -> tuple[Tree, Tree, Tree]:
+        opened.append(open_state(create(*args), tx))
+        return opened[-1].params, opened[-1].opt_state, opened[-1].other
+
+    params, opt_state, other = jax.eval_shape(parts, *args)
+    anatomy = dataclasses.replace(opened[0], params=params, opt_state=opt_state, other=other)
+    layout = lay_out(anatomy, options)
+    where, structure = jax.tree.flatten(_placements(layout))
+
+    def born(*args: Any) -> list[jax.Array]:
+        params, opt_state, other = parts(*args)
+        # drawn in parts and gathered in the dtype at rest: no wide copy of a leaf is ever whole
+        params = jax.tree.map(lambda x, p: constrain(x, p.flight), params, layout.updates)
+        trees = params, add_master(params, opt_state, options.precision), other
+        return [
+            pad(strengthen(jnp.asarray(x), p), p)
+            for x, p in zip(jax.tree.leaves(trees), where, strict=True)
+        ]
+
+    jitted = jax.jit(born, out_shardings=[p.rest for p in where])
+    return _Birth(anatomy, layout, jitted, structure)
+
+
+def _placements(layout: Layout) -> tuple[Tree, Tree, Tree]:
+    return layout.params, layout.opt_state, layout.other
