@@ -10,18 +10,21 @@ and the user's own jitted step goes on working.
 
 The rooms, from the ground up; each imports only its own floor and lower ones:
 
-  words        stage  mesh  partition  rules  precision
-  the paper    layout  shortfall  collectives  master_weights  optimizer
+  words        stage  mesh  partition  rules  precision  reporting.tables (text only)
+  the paper    placement  layout  shortfall  collectives  master_weights  optimizer
   residence    residence
   the state    flax_linen  flax_nnx  options  anatomy  train_state  batch
-  beside       reporting (tables, plots): read only
+  beside       reporting.plots: reads only
   roof         config
+
+A training state goes through them in this order: `anatomy` takes it apart, `layout` decides where
+every leaf lies, `residence` puts it there, `optimizer` computes the stage inside the user's step.
 """
 
 from .batch import shard_batch as shard_batch
 from .layout import Layout as Layout
 from .layout import LeafReport as LeafReport
-from .optimizer import MasterWeights as MasterWeights
+from .master_weights import MasterWeights as MasterWeights
 from .optimizer import PartitionedOptimizer as PartitionedOptimizer
 from .optimizer import partition_optimizer as partition_optimizer
 from .precision import Precision as Precision

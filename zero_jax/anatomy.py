@@ -10,16 +10,17 @@ parameters, and that `tx` is not wrapped already.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import jax
 from jax.sharding import Mesh
 
 from . import flax_linen, flax_nnx
-from .layout import Layout, Leaf, build_layout
+from .layout import Layout, build_layout
 from .master_weights import add_master, init_with_master
 from .optimizer import PartitionedOptimizer, partition_optimizer
 from .options import Options
+from .placement import Leaf
 from .residence import path_of, read_leaves
 from .shortfall import warn_if_short
 
@@ -163,12 +164,13 @@ def is_container(state: Any) -> bool:
 
 def map_states(function: Callable[[Any, Any], Any], states: Any, tx: Any) -> Any:
     """Apply `function(state, tx)` to each state of a container; the container's type is kept."""
+    rebuild = cast(Callable[..., Any], type(states))
     if isinstance(states, Mapping):
         given = tx if isinstance(tx, Mapping) else {}
-        return type(states)({k: function(s, given.get(k)) for k, s in states.items()})
+        return rebuild({k: function(s, given.get(k)) for k, s in states.items()})
     given = tx if isinstance(tx, (tuple, list)) and len(tx) == len(states) else [None] * len(states)
     done = [function(s, t) for s, t in zip(states, given, strict=True)]
-    return type(states)(*done) if hasattr(states, "_fields") else type(states)(done)
+    return rebuild(*done) if hasattr(states, "_fields") else rebuild(done)
 
 
 def _wrap(own: Any, kind: str) -> PartitionedOptimizer:

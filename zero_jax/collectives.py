@@ -14,12 +14,14 @@ reduce-scatter of the gradients and an all-gather of the parameters). On CPU a r
 all-reduce followed by a slice; GPU and TPU compilers make it one collective.
 """
 
+import math
+
 import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
-from .layout import Placement
 from .mesh import is_explicit
+from .placement import Placement
 
 
 def constrain(x: jax.Array, sharding: NamedSharding) -> jax.Array:
@@ -44,11 +46,11 @@ def unpad(x: jax.Array, placement: Placement) -> jax.Array:
     """
     partition, shape = placement.partition, placement.leaf.shape
     if partition.form == "flat":
-        x = constrain(x, placement.flight)[: _size(shape)].reshape(shape)
-    elif partition.form == "padded":
+        x = constrain(x, placement.flight)[: math.prod(shape)].reshape(shape)
+    elif x.shape != shape:
         if is_explicit(placement.mesh):
             x = constrain(x, placement.flight)  # types cannot say uneven: gather, then slice
-        x = jax.lax.slice_in_dim(x, 0, shape[partition.dim], axis=partition.dim)
+        x = jax.lax.slice(x, (0,) * x.ndim, shape)
     return constrain(x, placement.flight)
 
 
@@ -60,10 +62,3 @@ def pad(x: jax.Array, placement: Placement) -> jax.Array:
     if x.shape != partition.rest_shape:
         x = jnp.pad(x, [(0, r - s) for r, s in zip(partition.rest_shape, x.shape, strict=True)])
     return constrain(x, placement.rest)
-
-
-def _size(shape: tuple[int, ...]) -> int:
-    size = 1
-    for dim in shape:
-        size *= dim
-    return size

@@ -10,12 +10,13 @@ names, resolved through the box's rules where it has any, and otherwise hold not
 """
 
 import dataclasses
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, cast
 
 import flax.linen as nn
 import jax
 from flax.core import meta
+from flax.linen import spmd
 from jax.sharding import Mesh
 
 from .residence import path_of
@@ -43,7 +44,7 @@ def replace(state: Any, **fields: Any) -> Any:
       TypeError: the record is of a kind that cannot be rebuilt.
     """
     if isinstance(state, Mapping):
-        return type(state)({**state, **fields})
+        return cast(Callable[..., Any], type(state))({**state, **fields})
     if hasattr(state, "replace"):
         return state.replace(**fields)
     if hasattr(state, "_replace"):
@@ -64,7 +65,7 @@ def box_specs(tree: Tree, mesh: Mesh) -> dict[str, tuple[object, ...]]:
     specs = {}
     for keys, box in boxed:
         if isinstance(box, nn.LogicallyPartitioned) and box.rules:
-            names = tuple(nn.logical_to_mesh_axes(box.names, box.rules) or ())
+            names = tuple(spmd.logical_to_mesh_axes(box.names, box.rules) or ())
         elif isinstance(box, nn.Partitioned):
             names = box.names
         else:

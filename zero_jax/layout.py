@@ -12,104 +12,23 @@ moments, say) is cut by its own shape; scalars stay whole.
 Not here: moving an array (`collectives`, `residence`), reading a state's fields (`train_state`).
 """
 
-import math
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, PartitionSpec
 
 from . import rules as path_rules
-from .mesh import axes_of_size, data_axes, is_explicit, refine
-from .partition import Partition, partition_leaf, trimmed, whole
+from .mesh import data_axes, is_explicit, refine
+from .partition import RULED, Partition, partition_leaf, whole
+from .placement import Leaf, Placement, TreeName
+from .reporting.tables import aligned, bytes_text
 from .stage import Stage
 
 Tree = Any
-TreeName = Literal["params", "grads", "opt_state", "other"]
-
-
-@dataclass(frozen=True)
-class Leaf:
-    """What the layout needs to know of one leaf.
-
-    Attributes:
-      path: keys from the root of its tree, joined by "/".
-      shape: logical shape.
-      dtype: dtype at rest.
-      weak_type: whether the leaf is a Python scalar's array.
-      held: spec of the partition it already has on axes other than the data axis.
-    """
-
-    path: str
-    shape: tuple[int, ...]
-    dtype: Any
-    weak_type: bool = False
-    held: tuple[object, ...] = ()
-
-
-@dataclass(frozen=True)
-class Placement:
-    """Where one leaf lies: `rest` between steps, `flight` inside the optimizer's update.
-
-    At rest a leaf may be padded or flattened (`partition.rest_shape`); in flight it has its logical
-    `shape`, so that padding never reaches a norm, a factored mean or a mask.
-    """
-
-    tree: TreeName
-    leaf: Leaf
-    partition: Partition
-    mesh: Mesh = field(repr=False)
-    axis: str = field(repr=False)
-
-    @cached_property
-    def rest(self) -> NamedSharding:
-        """Sharding of the array between steps."""
-        return self._sharding(self.partition.spec, len(self.partition.rest_shape))
-
-    @cached_property
-    def flight(self) -> NamedSharding:
-        """Sharding of the logical array inside the update; uneven for a padded leaf."""
-        uneven = self.partition.form == "padded"
-        if self.partition.form == "flat" or (uneven and is_explicit(self.mesh)):
-            return self.gathered
-        return self.rest
-
-    @cached_property
-    def gathered(self) -> NamedSharding:
-        """Sharding of the leaf gathered over the data axis."""
-        spec = self.leaf.held if self.partition.form == "flat" else self.partition.spec
-        return self._sharding(without_axis(spec, self.axis), len(self.leaf.shape))
-
-    def _sharding(self, spec: Sequence[object], ndim: int) -> NamedSharding:
-        axes = axes_of_size(self.mesh, data_axes(self.mesh, self.axis), self.partition.parts)
-
-        def named(entry: object) -> object:
-            names = entry if isinstance(entry, tuple) else (entry,)
-            if self.axis not in names or axes == (self.axis,):
-                return entry
-            at = names.index(self.axis)
-            named = names[:at] + axes + names[at + 1 :]
-            return named[0] if len(named) == 1 else named
-
-        # Explicit types spell a spec to its full length, and the step's outputs have their spelling
-        fill = (None,) * (ndim - len(spec)) if is_explicit(self.mesh) else ()
-        return NamedSharding(self.mesh, PartitionSpec(*map(named, spec), *fill))
-
-    @property
-    def bytes_per_device(self) -> int:
-        """Bytes of this leaf on one device at rest, padding included."""
-        if self.leaf.dtype == jax.dtypes.float0:
-            return 0
-        shard = self.rest.shard_shape(self.partition.rest_shape)
-        return math.prod(shard) * self.leaf.dtype.itemsize
-
-    @property
-    def total_bytes(self) -> int:
-        """Bytes of the logical leaf, unpartitioned."""
-        return math.prod(self.leaf.shape) * self.leaf.dtype.itemsize
 
 
 @dataclass(frozen=True)
@@ -202,9 +121,32 @@ class Layout:
         return tuple(a for a in self.mesh.axis_names if a in data or a not in held)
 
     def __str__(self) -> str:
-        from .reporting.tables import layout_table  # a table is a report; the layout only has one
-
-        return layout_table(self)
+        """A table: tree, leaf, shape, dtype, spec, bytes per device, and why; then the sums."""
+        axes = ", ".join(f"{name}={size}" for name, size in self.mesh.shape.items())
+        present = jax.device_count()
+        devices = "" if self.mesh.size == present else f" ({present} present)"
+        rows = [
+            (r.tree, r.path, str(r.shape), r.dtype, str(r.spec).removeprefix("PartitionSpec"),
+             bytes_text(r.bytes_per_device), r.reason)
+            for r in self.report()
+        ]  # fmt: skip
+        held, total = self.bytes_per_device, self.total_bytes
+        sums = [
+            (tree, bytes_text(held[tree]), "per device of", bytes_text(total[tree]),
+             f"({held[tree] / total[tree]:.4f})" if total[tree] else "")
+            for tree in total
+        ]  # fmt: skip
+        header = ("tree", "leaf", "shape", "dtype", "spec", "per device", "why")
+        return "\n".join(
+            [
+                f"ZeRO stage {int(self.stage)} over {self.axis!r} of mesh ({axes}), "
+                f"{self.mesh.size} devices{devices}",
+                "",
+                *aligned([header, *rows], right={5}),
+                "",
+                *aligned(sums, right={1, 3}),
+            ]
+        )
 
     def same_as(self, other: "Layout") -> bool:
         """Whether both place the same leaves alike."""
@@ -241,127 +183,84 @@ def build_layout(
       ValueError: a rule matches no parameter, or its spec does not fit the leaf.
     """
     n = mesh.shape[axis]
-    rule_of = path_rules.match(rules or {}, [leaf.path for leaf in jax.tree.leaves(params)])
-    if (
-        stage.partitions_parameters
-        and not is_explicit(mesh)
-        and _needs_factor(jax.tree.leaves(params), rule_of, axis, n, min_size)
-    ):
-        mesh = refine(mesh, axis)
-    cut = _Cutter(mesh, axis, n, min_size)
-    by_path = {leaf.path: leaf for leaf in jax.tree.leaves(params)}
+    leaves = jax.tree.leaves(params)
+    by_path = {leaf.path: leaf for leaf in leaves}
+    rule_of = path_rules.match(rules or {}, list(by_path))
     statistics = _statistics(by_path, jax.tree.leaves(other))
 
-    def updates(leaf: Leaf) -> Placement:
-        rule = rule_of.get(leaf.path)
-        return cut("opt_state", leaf, rule, stage.partitions_optimizer, may_pad=True)
-
-    def grads(leaf: Leaf) -> Placement:
-        rule, on = rule_of.get(leaf.path), stage.partitions_gradients
-        placed = cut("grads", leaf, rule, on, may_pad=True)
-        if placed.flight == placed.rest:
-            return placed
-        return _whole("grads", leaf, mesh, axis, f"whole in flight; {placed.partition.reason}")
-
-    def at_rest(tree: TreeName, leaf: Leaf, owner: Leaf) -> Placement:
-        on, rule = stage.partitions_parameters, rule_of.get(owner.path)
-        if on and rule is None and _module_and_shape(owner) in statistics:
-            return _whole(tree, leaf, mesh, axis, "statistics of its module lie whole beside it")
-        return cut(tree, leaf, rule, on, may_pad=False, factor=not is_explicit(mesh))
-
-    def state_leaf(leaf: Leaf) -> Placement:
-        owner = _owner(leaf, by_path)
-        rule = rule_of.get(owner.path) if owner else None
-        if owner is not None and owner.shape == leaf.shape:
-            leaf = Leaf(leaf.path, leaf.shape, leaf.dtype, leaf.weak_type, owner.held)
-        elif isinstance(rule, PartitionSpec):
-            rule = None  # a spec is for the parameter's own shape
-        return cut("opt_state", leaf, rule, stage.partitions_optimizer, may_pad=True)
-
-    def other_leaf(leaf: Leaf) -> Placement:
-        owner = _owner(leaf, by_path)
-        if owner is not None and owner.shape == leaf.shape:  # an average of the parameters
-            return at_rest("other", leaf, owner)
-        return _whole("other", leaf, mesh, axis, "not a model state")
-
-    return Layout(
-        stage=stage,
-        mesh=mesh,
-        axis=axis,
-        size=n,
-        params=jax.tree.map(lambda leaf: at_rest("params", leaf, leaf), params),
-        grads=jax.tree.map(grads, params),
-        updates=jax.tree.map(updates, params),
-        opt_state=jax.tree.map(state_leaf, opt_state),
-        other=jax.tree.map(other_leaf, other),
-    )
-
-
-def _needs_factor(
-    params: Iterable[Leaf], rule_of: Mapping[str, Any], axis: str, n: int, min_size: int
-) -> bool:
-    """Whether some parameter is cut by a factor of N only."""
-    return any(
-        partition_leaf(
+    def cut(leaf: Leaf, rule: path_rules.Rule | None, on: bool, may_pad: bool) -> Partition:
+        if not on:
+            return whole(leaf.shape, leaf.held, "not partitioned at this stage")
+        if not _is_numeric(leaf.dtype):
+            return whole(leaf.shape, leaf.held, f"{leaf.dtype.name} is not a number")
+        if rule == "whole":
+            return whole(leaf.shape, leaf.held, RULED)
+        if isinstance(rule, PartitionSpec):
+            return path_rules.fit(rule, leaf.path, leaf.shape, mesh, axis)
+        return partition_leaf(
             leaf.shape,
             axis,
             n,
             held=leaf.held,
             min_size=min_size,
-            stacked=rule_of.get(leaf.path) == "stacked",
-            may_pad=False,
-        ).form
-        == "factor"
-        for leaf in params
-        if rule_of.get(leaf.path) in (None, "stacked") and _is_numeric(leaf.dtype)
-    )
-
-
-@dataclass(frozen=True)
-class _Cutter:
-    """`partition_leaf` with a mesh, rules and the stage's answer applied."""
-
-    mesh: Mesh
-    axis: str
-    n: int
-    min_size: int
-
-    def __call__(
-        self,
-        tree: TreeName,
-        leaf: Leaf,
-        rule: path_rules.Rule | None,
-        on: bool,
-        *,
-        may_pad: bool,
-        factor: bool = True,
-    ) -> Placement:
-        if not on:
-            return _whole(tree, leaf, self.mesh, self.axis, "not partitioned at this stage")
-        if rule == "whole":
-            return _whole(tree, leaf, self.mesh, self.axis, "a rule keeps it whole")
-        if not _is_numeric(leaf.dtype):
-            return _whole(tree, leaf, self.mesh, self.axis, f"{leaf.dtype.name} is not a number")
-        if isinstance(rule, PartitionSpec):
-            fitted = path_rules.fit(rule, leaf.path, leaf.shape, self.mesh, self.axis)
-            return Placement(tree, leaf, fitted, self.mesh, self.axis)
-        partition = partition_leaf(
-            leaf.shape,
-            self.axis,
-            self.n,
-            held=leaf.held,
-            min_size=self.min_size,
             stacked=rule == "stacked",
             may_pad=may_pad,
         )
-        if partition.form == "factor" and not factor:
-            reason = f"no dim divides by {self.n}, and an Explicit axis is not refined"
-            partition = whole(leaf.shape, leaf.held, reason)
-        return Placement(tree, leaf, partition, self.mesh, self.axis)
 
+    def cut_update(leaf: Leaf) -> Partition:
+        return cut(leaf, rule_of.get(leaf.path), stage.partitions_optimizer, may_pad=True)
 
-def _whole(tree: TreeName, leaf: Leaf, mesh: Mesh, axis: str, reason: str) -> Placement:
-    return Placement(tree, leaf, whole(leaf.shape, leaf.held, reason), mesh, axis)
+    def cut_gradient(leaf: Leaf) -> Partition:
+        if not stage.partitions_gradients:
+            return cut(leaf, None, on=False, may_pad=True)
+        partition = cut_update(leaf)
+        if partition.form == "flat" or (partition.form == "padded" and is_explicit(mesh)):
+            return whole(leaf.shape, leaf.held, f"whole in flight; {partition.reason}")
+        return partition
+
+    def cut_parameter(leaf: Leaf) -> Partition:
+        rule = rule_of.get(leaf.path)
+        if rule is None and _module_and_shape(leaf) in statistics:
+            return whole(leaf.shape, leaf.held, "statistics of its module lie whole beside it")
+        partition = cut(leaf, rule, stage.partitions_parameters, may_pad=False)
+        if partition.form == "factor" and is_explicit(mesh):
+            reason = f"no dim divides by {n}, and an Explicit axis is not refined"
+            return whole(leaf.shape, leaf.held, reason)
+        return partition
+
+    def cut_state(leaf: Leaf) -> Partition:
+        owner = _owner(leaf, by_path)
+        if owner is not None and owner.shape == leaf.shape:
+            return cut_update(owner)
+        rule = rule_of.get(owner.path) if owner else None
+        rule = None if isinstance(rule, PartitionSpec) else rule  # a spec is for the owner's shape
+        return cut(leaf, rule, stage.partitions_optimizer, may_pad=True)
+
+    def cut_other(leaf: Leaf) -> Partition:
+        owner = _owner(leaf, by_path)
+        if owner is not None and owner.shape == leaf.shape:  # an average of the parameters
+            return cut_parameter(owner)
+        return whole(leaf.shape, leaf.held, "not a model state")
+
+    if any(cut_parameter(leaf).form == "factor" for leaf in leaves):
+        lies_on = refine(mesh, axis)
+    else:
+        lies_on = mesh
+
+    def placed(tree: TreeName, cut: Callable[[Leaf], Partition], of: Tree) -> Tree:
+        return jax.tree.map(lambda leaf: Placement(tree, leaf, cut(leaf), lies_on, axis), of)
+
+    return Layout(
+        stage=stage,
+        mesh=lies_on,
+        axis=axis,
+        size=n,
+        params=placed("params", cut_parameter, params),
+        grads=placed("grads", cut_gradient, params),
+        updates=placed("opt_state", cut_update, params),
+        opt_state=placed("opt_state", cut_state, opt_state),
+        other=placed("other", cut_other, other),
+    )
 
 
 def _owner(leaf: Leaf, by_path: Mapping[str, Leaf]) -> Leaf | None:
@@ -388,15 +287,6 @@ def _statistics(by_path: Mapping[str, Leaf], other: list[Leaf]) -> set[tuple[str
             module = leaf.path.split("/")[:-1]
             found |= {("/".join(module[i:]), leaf.shape) for i in range(len(module))}
     return found
-
-
-def without_axis(spec: PartitionSpec, axis: str) -> PartitionSpec:
-    """`spec` with `axis` taken out: what stays when the data axis is gathered."""
-    kept = []
-    for entry in spec:
-        names = tuple(a for a in (entry if isinstance(entry, tuple) else (entry,)) if a != axis)
-        kept.append(None if names in ((), (None,)) else names[0] if len(names) == 1 else names)
-    return trimmed(kept)
 
 
 def _is_numeric(dtype: Any) -> bool:

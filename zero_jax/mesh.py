@@ -13,7 +13,7 @@ Not here: a global mesh. Nothing in this package remembers a mesh except the lay
 
 import jax
 import numpy as np
-from jax.sharding import AxisType, Mesh
+from jax.sharding import AbstractMesh, AxisType, Mesh
 
 
 def resolve_mesh(mesh: Mesh | None, axis: str) -> Mesh:
@@ -48,7 +48,7 @@ def auto_twin(mesh: Mesh) -> Mesh:
     return Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,) * mesh.devices.ndim)
 
 
-def is_explicit(mesh: Mesh) -> bool:
+def is_explicit(mesh: Mesh | AbstractMesh) -> bool:
     """Whether any axis of `mesh` is Explicit (shardings are part of array types)."""
     return AxisType.Explicit in mesh.axis_types
 

@@ -18,8 +18,9 @@ import jax.numpy as jnp
 import optax
 
 from .collectives import constrain, pad, unpad
-from .layout import Layout, Placement
+from .layout import Layout
 from .master_weights import MasterWeights, init_with_master, update_with_master
+from .placement import Placement
 from .precision import Precision
 from .shortfall import warn
 
@@ -112,7 +113,7 @@ class _Binding:
         return jax.jit(born)(params)
 
     def update(
-        self, grads: Tree, opt_state: Any, params: Tree | None = None, **extra: Any
+        self, updates: Tree, state: Any, params: Tree | None = None, **extra: Any
     ) -> tuple[Tree, Any]:
         """One update; arguments and results as in optax, every array where the layout says."""
         layout = self.layout
@@ -121,15 +122,14 @@ class _Binding:
                 "tx: this optimizer is wrapped, but no state was laid out for it; call "
                 "zero_jax.shard_train_state(state, stage, tx=tx) before the first step."
             )
-        _check_dtypes(layout, self.precision, grads)
-        grads = _map(_lies_at_rest, layout.grads, grads, "grads")  # reduced
+        _check_dtypes(layout, self.precision, updates)
+        grads = _map(_lies_at_rest, layout.grads, updates, "grads")  # reduced
         grads = _map(_lies_in_flight, layout.updates, grads, "grads")  # partitioned
-        state = _map(unpad, layout.opt_state, opt_state, "opt_state")
-        old = params if params is None else _map(_lies_in_flight, layout.updates, params, "params")
-
+        state = _map(unpad, layout.opt_state, state, "opt_state")
+        old = None if params is None else _map(_lies_in_flight, layout.updates, params, "params")
         if isinstance(state, MasterWeights):
-            if params is None:
-                raise ValueError("params: an optimizer with master copies needs tx.update(g, s, p)")
+            if old is None:
+                raise ValueError("params: with master weights call tx.update(grads, state, params)")
             updates, state = update_with_master(
                 self.inner, layout, grads, state, old, params, extra
             )

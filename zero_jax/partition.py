@@ -21,11 +21,14 @@ Not here: which trees a stage partitions (`layout`), meshes and bytes (`layout`)
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from jax.sharding import PartitionSpec
+
+RULED = "a rule keeps it whole"
+"""Reason of a leaf that is whole because the user said so."""
 
 Form = Literal["whole", "divided", "padded", "flat", "factor"]
 
@@ -89,7 +92,7 @@ def partition_leaf(
         return whole(shape, held, f"{size} elements, under min_size {max(min_size, 2)}")
     free = [d for d, h in enumerate(held) if h is None and not (stacked and d == 0)]
     if not free:
-        return whole(shape, held, "every dim is held by another partition")
+        return whole(shape, held, "no free dim")
     dim = _largest(shape, [d for d in free if shape[d] % n == 0])
     if dim is not None:
         spec = _insert(held, dim, axis)
@@ -99,7 +102,7 @@ def partition_leaf(
     return _factor(shape, axis, n, held, free)
 
 
-def whole(shape: tuple[int, ...], held: Sequence[object], reason: str) -> Partition:
+def whole(shape: tuple[int, ...], held: Iterable[object], reason: str) -> Partition:
     """The partition that cuts nothing over the data axis and keeps what other axes hold."""
     return Partition("whole", trimmed(held), shape, None, 1, reason)
 
@@ -140,7 +143,7 @@ def _insert(held: tuple[object, ...], dim: int, axis: str) -> PartitionSpec:
     return trimmed(held[:dim] + (axis,) + held[dim + 1 :])
 
 
-def trimmed(entries: Sequence[object]) -> PartitionSpec:
+def trimmed(entries: Iterable[object]) -> PartitionSpec:
     """A `PartitionSpec` without trailing Nones, so that equal partitions compare equal."""
     entries = list(entries)
     while entries and entries[-1] is None:

@@ -16,9 +16,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding
 
-from .layout import Leaf, Placement, without_axis
+from .placement import Leaf, Placement, without_axis
 
 Tree = Any
 
@@ -58,7 +59,7 @@ def path_of(keys: tuple[Any, ...]) -> str:
 
 
 def _aval(where: str, leaf: Any) -> Any:
-    if isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer) and leaf.is_deleted():
+    if isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer) and leaf.is_deleted():
         raise ValueError(
             f"state: {where} was deleted, most likely donated to a jitted step; pass the state "
             "that the step returned."

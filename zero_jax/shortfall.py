@@ -5,12 +5,17 @@ leaves more than half of a tree on every device, is a `ZeroWarning` that names t
 leaves. Single small leaves that stay whole are in the layout's table.
 """
 
+import math
 import warnings
+from typing import Any
 
 import jax
 
-from .layout import Layout, Placement
+from .layout import Layout
+from .partition import RULED
+from .placement import Placement
 from .reporting.tables import bytes_text
+from .stage import Stage
 
 
 class ZeroWarning(UserWarning):
@@ -35,18 +40,27 @@ def warn_if_short(layout: Layout) -> None:
             f"it holds all {held} of parameters and optimizer state."
         )
         return
+    if stage == Stage.OPTIMIZER and not _divisible(layout.opt_state):
+        warn("stage 1: there is no optimizer state to partition; the optimizer keeps scalars only.")
     trees = {"opt_state": layout.opt_state}
     if stage.partitions_parameters:
         trees["params"] = layout.params
     for name, tree in trees.items():
-        placements = jax.tree.leaves(tree)
-        held = layout.bytes_per_device[name]
-        if any(p.partition.parts > 1 for p in placements) and (n == 2 or held <= total[name] / 2):
+        placements = [p for p in jax.tree.leaves(tree) if p.partition.reason != RULED]
+        held = sum(p.bytes_per_device for p in placements)
+        whole = sum(p.total_bytes for p in placements)
+        if any(p.partition.parts > 1 for p in placements) and (n == 2 or held <= whole / 2):
             continue
-        warn(
-            f"stage {int(stage)} over {n} devices leaves {bytes_text(held)} of the "
-            f"{bytes_text(total[name])} of {name} on every device{_largest(placements, n)}"
-        )
+        if _divisible(placements):
+            warn(
+                f"stage {int(stage)} over {n} devices leaves {bytes_text(held)} of the "
+                f"{bytes_text(whole)} of {name} on every device{_largest(placements, n)}"
+            )
+
+
+def _divisible(tree: Any) -> bool:
+    """Whether some leaf has two elements or more."""
+    return any(math.prod(p.leaf.shape) > 1 for p in jax.tree.leaves(tree))
 
 
 def _largest(placements: list[Placement], n: int) -> str:
