@@ -14,7 +14,7 @@ import zero_jax
 PACKAGE = Path(zero_jax.__file__).parent
 FLOORS = [
     {"stage", "mesh", "partition", "rules", "precision", "reporting.tables"},
-    {"placement", "layout", "shortfall", "collectives", "master_weights", "optimizer"},
+    {"placement", "cuts", "layout", "shortfall", "collectives", "master_weights", "optimizer"},
     {"residence"},
     {"flax_linen", "flax_nnx", "options", "anatomy", "train_state", "batch"},
     {"reporting.plots"},

@@ -11,7 +11,7 @@ and the user's own jitted step goes on working.
 The rooms, from the ground up; each imports only its own floor and lower ones:
 
   words        stage  mesh  partition  rules  precision  reporting.tables (text only)
-  the paper    placement  layout  shortfall  collectives  master_weights  optimizer
+  the paper    placement  cuts  layout  shortfall  collectives  master_weights  optimizer
   residence    residence
   the state    flax_linen  flax_nnx  options  anatomy  train_state  batch
   beside       reporting.plots: reads only

@@ -36,6 +36,7 @@ class Anatomy:
       tx: the wrapped optimizer, made from the state's own or given.
       specs: mesh -> path -> prior spec from boxes and annotations.
       close: placed params, opt_state and other -> a state of the same type, with the wrapped `tx`.
+      frozen: paths of leaves of `other` that are parameters the optimizer does not train.
     """
 
     params: Tree
@@ -44,6 +45,7 @@ class Anatomy:
     tx: PartitionedOptimizer
     specs: Callable[[Mesh], dict[str, tuple[object, ...]]]
     close: Callable[[Tree, Tree, Tree], Any]
+    frozen: frozenset[str] = frozenset()
 
 
 def lay_out(anatomy: Anatomy, options: Options) -> Layout:
@@ -83,6 +85,7 @@ def lay_out(anatomy: Anatomy, options: Options) -> Layout:
         axis=options.axis,
         min_size=options.min_size,
         rules=options.rules,
+        frozen=anatomy.frozen,
     )
     tx.bind(layout, precision)
     warn_if_short(layout)
@@ -127,6 +130,7 @@ def _open(state: Any, tx: Any, optimizer: Callable[[Any], Any]) -> Anatomy:
             chosen,
             lambda mesh: flax_nnx.variable_specs(state, mesh),
             lambda p, o, rest: flax_nnx.close_state(template, p, o, rest, chosen),
+            flax_nnx.frozen_paths(state),
         )
     emptied = {"params": None, "opt_state": None} | ({} if own is None else {"tx": None})
     filled = {} if own is None else {"tx": chosen}

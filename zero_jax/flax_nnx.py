@@ -77,6 +77,14 @@ def _is_variable(x: Any) -> bool:
     return isinstance(x, nnx.Variable)
 
 
+def frozen_paths(state: Any) -> frozenset[str]:
+    """Paths, among the other variables, of parameters that the optimizer does not train."""
+    wrt = optimizer_of(state).wrt
+    frozen = nnx.as_pure(nnx.state(model_of(state), nnx.All(nnx.Param, nnx.Not(wrt))))
+    paths = jax.tree_util.tree_flatten_with_path({"model": frozen})[0]
+    return frozenset(path_of(keys) for keys, _ in paths)
+
+
 def variable_specs(state: Any, mesh: Mesh) -> dict[str, tuple[object, ...]]:
     """Path -> prior spec of every annotated parameter, axes the mesh lacks left out."""
     variables = nnx.state(model_of(state), optimizer_of(state).wrt)

@@ -4,28 +4,24 @@ A layout is data. It is decided here once, from shapes alone, for the three mode
 (arXiv 1910.02054, section 3.1: parameters, gradients, optimizer state), and everything else reads
 it: the step, the planner, the checkpointer, the reports.
 
-Which leaf of the optimizer state belongs to which parameter is not written anywhere in optax. What
-holds for every transformation is: a leaf whose path ends in a parameter's path and whose shape is
-that parameter's is one of its moments and lies as they do; any other leaf (adafactor's factored
-moments, say) is cut by its own shape; scalars stay whole.
-
-Not here: moving an array (`collectives`, `residence`), reading a state's fields (`train_state`).
+Not here: the rule for each tree (`cuts`) and each leaf (`partition`), moving an array
+(`collectives`, `residence`), reading a state's fields (`anatomy`).
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
-from . import rules as path_rules
-from .mesh import data_axes, is_explicit, refine
-from .partition import RULED, Partition, partition_leaf, whole
+from .cuts import Cuts
+from .mesh import data_axes, refine
+from .partition import Partition
 from .placement import Leaf, Placement, TreeName
 from .reporting.tables import aligned, bytes_text
+from .rules import Rule
 from .stage import Stage
 
 Tree = Any
@@ -167,7 +163,8 @@ def build_layout(
     mesh: Mesh,
     axis: str,
     min_size: int = 0,
-    rules: Mapping[str, path_rules.Rule] | None = None,
+    rules: Mapping[str, Rule] | None = None,
+    frozen: Collection[str] = (),
 ) -> Layout:
     """Decide where every leaf lies.
 
@@ -177,75 +174,26 @@ def build_layout(
       other: tree of `Leaf`, everything else.
       stage, mesh, axis: as in `Layout`.
       min_size: leaves with fewer elements stay whole.
-      rules: path pattern -> "whole", "stacked" or a `PartitionSpec`; see `rules`.
+      rules: path pattern -> rule; see `rules`.
+      frozen: paths of leaves of `other` that are parameters the optimizer does not train.
 
     Raises:
       ValueError: a rule matches no parameter, or its spec does not fit the leaf.
     """
-    n = mesh.shape[axis]
-    leaves = jax.tree.leaves(params)
-    by_path = {leaf.path: leaf for leaf in leaves}
-    rule_of = path_rules.match(rules or {}, list(by_path))
-    statistics = _statistics(by_path, jax.tree.leaves(other))
-
-    def cut(leaf: Leaf, rule: path_rules.Rule | None, on: bool, may_pad: bool) -> Partition:
-        if not on:
-            return whole(leaf.shape, leaf.held, "not partitioned at this stage")
-        if not _is_numeric(leaf.dtype):
-            return whole(leaf.shape, leaf.held, f"{leaf.dtype.name} is not a number")
-        if rule == "whole":
-            return whole(leaf.shape, leaf.held, RULED)
-        if isinstance(rule, PartitionSpec):
-            return path_rules.fit(rule, leaf.path, leaf.shape, mesh, axis)
-        return partition_leaf(
-            leaf.shape,
-            axis,
-            n,
-            held=leaf.held,
-            min_size=min_size,
-            stacked=rule == "stacked",
-            may_pad=may_pad,
-        )
-
-    def cut_update(leaf: Leaf) -> Partition:
-        return cut(leaf, rule_of.get(leaf.path), stage.partitions_optimizer, may_pad=True)
-
-    def cut_gradient(leaf: Leaf) -> Partition:
-        if not stage.partitions_gradients:
-            return cut(leaf, None, on=False, may_pad=True)
-        partition = cut_update(leaf)
-        if partition.form == "flat" or (partition.form == "padded" and is_explicit(mesh)):
-            return whole(leaf.shape, leaf.held, f"whole in flight; {partition.reason}")
-        return partition
-
-    def cut_parameter(leaf: Leaf) -> Partition:
-        rule = rule_of.get(leaf.path)
-        if rule is None and _module_and_shape(leaf) in statistics:
-            return whole(leaf.shape, leaf.held, "statistics of its module lie whole beside it")
-        partition = cut(leaf, rule, stage.partitions_parameters, may_pad=False)
-        if partition.form == "factor" and is_explicit(mesh):
-            reason = f"no dim divides by {n}, and an Explicit axis is not refined"
-            return whole(leaf.shape, leaf.held, reason)
-        return partition
-
-    def cut_state(leaf: Leaf) -> Partition:
-        owner = _owner(leaf, by_path)
-        if owner is not None and owner.shape == leaf.shape:
-            return cut_update(owner)
-        rule = rule_of.get(owner.path) if owner else None
-        rule = None if isinstance(rule, PartitionSpec) else rule  # a spec is for the owner's shape
-        return cut(leaf, rule, stage.partitions_optimizer, may_pad=True)
-
-    def cut_other(leaf: Leaf) -> Partition:
-        owner = _owner(leaf, by_path)
-        if owner is not None and owner.shape == leaf.shape:  # an average of the parameters
-            return cut_parameter(owner)
-        return whole(leaf.shape, leaf.held, "not a model state")
-
-    if any(cut_parameter(leaf).form == "factor" for leaf in leaves):
-        lies_on = refine(mesh, axis)
-    else:
-        lies_on = mesh
+    others = jax.tree.leaves(other)
+    cuts = Cuts(
+        stage=stage,
+        mesh=mesh,
+        axis=axis,
+        min_size=min_size,
+        params={leaf.path: leaf for leaf in jax.tree.leaves(params)},
+        others=others,
+        rules=rules or {},
+        frozen=frozen,
+    )
+    at_rest = [*map(cuts.parameter, jax.tree.leaves(params)), *map(cuts.other, others)]
+    needs_factor = any(partition.form == "factor" for partition in at_rest)
+    lies_on = refine(mesh, axis) if needs_factor else mesh
 
     def placed(tree: TreeName, cut: Callable[[Leaf], Partition], of: Tree) -> Tree:
         return jax.tree.map(lambda leaf: Placement(tree, leaf, cut(leaf), lies_on, axis), of)
@@ -254,40 +202,10 @@ def build_layout(
         stage=stage,
         mesh=lies_on,
         axis=axis,
-        size=n,
-        params=placed("params", cut_parameter, params),
-        grads=placed("grads", cut_gradient, params),
-        updates=placed("opt_state", cut_update, params),
-        opt_state=placed("opt_state", cut_state, opt_state),
-        other=placed("other", cut_other, other),
+        size=mesh.shape[axis],
+        params=placed("params", cuts.parameter, params),
+        grads=placed("grads", cuts.gradient, params),
+        updates=placed("opt_state", cuts.update, params),
+        opt_state=placed("opt_state", cuts.optimizer, opt_state),
+        other=placed("other", cuts.other, other),
     )
-
-
-def _owner(leaf: Leaf, by_path: Mapping[str, Leaf]) -> Leaf | None:
-    """The parameter whose path is the longest suffix of this leaf's path."""
-    keys = leaf.path.split("/")
-    suffixes = ("/".join(keys[i:]) for i in range(len(keys)))
-    return next((by_path[s] for s in suffixes if s in by_path), None)
-
-
-def _module_and_shape(leaf: Leaf) -> tuple[str, tuple[int, ...]]:
-    return leaf.path.rpartition("/")[0], leaf.shape
-
-
-def _statistics(by_path: Mapping[str, Leaf], other: list[Leaf]) -> set[tuple[str, tuple[int, ...]]]:
-    """Module and shape of leaves kept beside parameters: running means, say.
-
-    They are computed elementwise with their module's parameters in the user's step, where nothing
-    pins them: a parameter that is cut would pull them along, and the step would compile again.
-    """
-    found = set()
-    for leaf in other:
-        owner = _owner(leaf, by_path)
-        if owner is None or owner.shape != leaf.shape:
-            module = leaf.path.split("/")[:-1]
-            found |= {("/".join(module[i:]), leaf.shape) for i in range(len(module))}
-    return found
-
-
-def _is_numeric(dtype: Any) -> bool:
-    return dtype != jax.dtypes.float0 and not jnp.issubdtype(dtype, jax.dtypes.extended)

@@ -6,6 +6,8 @@ to one of
   "whole"          never cut over the data axis
   "stacked"        the first dim counts scanned layers and is never the one that is cut
   PartitionSpec    cut exactly so; other axes may be named too
+  "frozen"         of a leaf outside of `params`: a parameter that is not trained, cut at stage 3 as
+                   parameters are (the base that adapters are trained on, say)
 
 The first pattern that matches counts. A pattern that matches nothing is an error: a rule that does
 nothing would look like one that works.
@@ -20,36 +22,44 @@ from jax.sharding import Mesh, PartitionSpec
 
 from .partition import Partition, trimmed
 
-Rule = Literal["whole", "stacked"] | PartitionSpec
+Rule = Literal["whole", "stacked", "frozen"] | PartitionSpec
+_KINDS = '"whole", "stacked", "frozen" or a PartitionSpec'
 
 
-def match(rules: Mapping[str, Rule], paths: Sequence[str]) -> dict[str, Rule]:
+def match(
+    rules: Mapping[str, Rule], params: Sequence[str], other: Sequence[str] = ()
+) -> dict[str, Rule]:
     """Give every path the rule of the first pattern that matches it.
 
+    Args:
+      rules: pattern -> rule; "frozen" is looked up among `other`, the rest among `params`.
+      params: paths of the parameters.
+      other: paths of the leaves outside of parameters and optimizer state.
+
     Raises:
-      TypeError: `rules` is not a mapping, or a value is none of the three kinds.
+      TypeError: `rules` is not a mapping, or a value is no rule.
       ValueError: a pattern matches no path.
     """
     if not isinstance(rules, Mapping):
         raise TypeError(
             f"rules={rules!r} is a {type(rules).__name__}; expected a mapping of path patterns to "
-            '"whole", "stacked" or a PartitionSpec.'
+            f"{_KINDS}."
         )
     for pattern, rule in rules.items():
-        if not (rule in ("whole", "stacked") or isinstance(rule, PartitionSpec)):
-            raise TypeError(
-                f'rules[{pattern!r}]={rule!r}; expected "whole", "stacked" or a PartitionSpec.'
-            )
+        if not (isinstance(rule, PartitionSpec) or rule in ("whole", "stacked", "frozen")):
+            raise TypeError(f"rules[{pattern!r}]={rule!r}; expected {_KINDS}.")
+        paths, what = (
+            (other, "leaf outside of params") if rule == "frozen" else (params, "parameter")
+        )
         if not any(fnmatchcase(path, pattern) for path in paths):
             near = difflib.get_close_matches(pattern, paths, n=3, cutoff=0.0)
-            raise ValueError(
-                f"rules[{pattern!r}] matches no parameter; the nearest paths are {near}."
-            )
-    return {
-        path: next(rule for pattern, rule in rules.items() if fnmatchcase(path, pattern))
-        for path in paths
-        if any(fnmatchcase(path, pattern) for pattern in rules)
-    }
+            raise ValueError(f"rules[{pattern!r}] matches no {what}; the nearest paths are {near}.")
+    found: dict[str, Rule] = {}
+    for pattern, rule in rules.items():
+        for path in other if rule == "frozen" else params:
+            if fnmatchcase(path, pattern):
+                found.setdefault(path, rule)
+    return found
 
 
 def fit(spec: PartitionSpec, path: str, shape: tuple[int, ...], mesh: Mesh, axis: str) -> Partition:

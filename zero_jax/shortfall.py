@@ -31,6 +31,12 @@ def warn_if_short(layout: Layout) -> None:
     """
     stage, n = layout.stage, layout.size
     total = layout.total_bytes
+    current = jax.sharding.get_mesh()
+    if not current.empty and layout.axis not in layout.mesh.shape:
+        warn(
+            f"stage {int(stage)}: the mesh was refined to {dict(layout.mesh.shape)}; under "
+            "jax.set_mesh set layout_of(state).mesh for the step, or it compiles twice."
+        )
     if not stage.partitions_optimizer:
         return
     if n == 1:

@@ -65,7 +65,7 @@ def shard_train_state(
       axis: the mesh axis to partition over.
       min_size: leaves with fewer elements stay whole; 0 cuts everything with 2 elements or more.
       precision: dtypes of parameters and master copies; by default as the state has them.
-      rules: pattern of a parameter's path -> "whole", "stacked" or a `PartitionSpec`.
+      rules: pattern of a path -> "whole", "stacked", "frozen" or a `PartitionSpec`; see `rules`.
       tx: for a state without a `tx` of its own, the optimizer its step uses, wrapped by
         `partition_optimizer`; for a dict of states, a dict of them.
 

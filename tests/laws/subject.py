@@ -1,6 +1,7 @@
 """The small model that the laws are told of: an ordinary linen program with awkward shapes.
 
-Over 8 devices it has dims that divide (24, 16), dims that do not (53, 37), a bias of 3, a scalar.
+Over 8 devices it has dims that divide (24), that only 4 divides (20), that nothing does (53, 37), a
+bias of 3 and a scalar.
 """
 
 import flax.linen as nn
@@ -22,7 +23,7 @@ class Net(nn.Module):
     def __call__(self, ids, x):
         h = nn.Embed(53, 24)(ids) + nn.Dense(24)(x)
         h = jnp.tanh(nn.Dense(37)(h))
-        h = h + nn.Dense(37)(jnp.tanh(nn.Dense(16)(h)))
+        h = h + nn.Dense(37)(jnp.tanh(nn.Dense(20)(h)))
         return nn.Dense(3)(h) * self.param("temperature", nn.initializers.ones, ())
 
 
