@@ -44,7 +44,7 @@ def init_with_master(tx: optax.GradientTransformation, params: Tree, precision: 
 
 
 def add_master(params: Tree, inner: Any, precision: Precision, *, of: Tree | None = None) -> Any:
-    """`MasterWeights(params, inner)`, or `inner` itself when no parameter needs a master copy.
+    """`MasterWeights(params, inner)`; `inner` itself when no parameter needs a master, or has one.
 
     Args:
       params: what becomes the master copies, not cast here.
@@ -52,6 +52,8 @@ def add_master(params: Tree, inner: Any, precision: Precision, *, of: Tree | Non
       precision: decides, by the dtype in which a parameter arrives, which have a master copy.
       of: the parameters whose dtypes count, if not `params`.
     """
+    if isinstance(inner, MasterWeights):
+        return inner
     arriving = params if of is None else of
     wanted = jax.tree.map(lambda p: precision.keeps_master(jax.typeof(p).dtype), arriving)
     if not any(jax.tree.leaves(wanted)):

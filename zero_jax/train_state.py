@@ -168,13 +168,16 @@ def layout_of(state: Any) -> Layout:
 def unshard_train_state(state: S, *, tx: Any = None) -> S:
     """The inverse of `shard_train_state`: logical shapes, whole leaves, the plain `tx`.
 
-    Every device of the mesh holds the whole state afterwards. Partitions on other axes and master
-    copies stay.
+    Every device of the mesh holds the whole state afterwards. Partitions on other axes stay, and so
+    do master weights: such a state trains again after `shard_train_state` with its precision.
 
     Args:
-      state: a state that `shard_train_state` or `init_train_state` made, at any step.
+      state: a state that `shard_train_state` or `init_train_state` made, at any step, or a
+        container of such states.
       tx: the wrapped optimizer of a state that has none of its own.
     """
+    if is_container(state):
+        return map_states(lambda one, its_tx: unshard_train_state(one, tx=its_tx), state, tx)
     layout = layout_of(state if tx is None else tx)
     anatomy = open_laid_out(state, tx)
     trees = (anatomy.params, anatomy.opt_state, anatomy.other)

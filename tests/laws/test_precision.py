@@ -146,3 +146,13 @@ def test_round_to_is_a_cast_and_back():
 def test_bad_precision(fields, words):
     with pytest.raises(ValueError, match=words):
         Precision(**fields)
+
+
+def test_masters_go_to_another_stage():
+    """Unsharded and laid out again, a state with master weights trains on."""
+    state = zero_jax.shard_train_state(subject.create(optax.adamw(1e-2)), 2, precision=BF16)
+    state, _ = subject.train_sharded(state, 2)
+    moved = zero_jax.shard_train_state(zero_jax.unshard_train_state(state), 3, precision=BF16)
+    np.testing.assert_allclose(
+        subject.train_sharded(moved, 2)[1], subject.train_sharded(state, 2)[1], rtol=1e-6
+    )
