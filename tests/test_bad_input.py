@@ -163,8 +163,11 @@ def test_a_tree_the_optimizer_was_not_laid_out_for(state):
 @pytest.mark.parametrize(
     ("batch", "words"),
     [
-        ({"x": np.zeros((20, 3))}, "batch: x has 20 rows, which data=8 does not divide"),
-        ({"x": np.zeros((16, 3)), "n": np.float32(1)}, "batch: n is a scalar"),
+        ({"x": np.zeros((20, 3))}, "batch: x has 20 rows in dim 0, which data=8 does not divide"),
+        (
+            {"x": np.zeros((16, 3)), "n": np.float32(1)},
+            r"batch: n has shape \(\); expected a dim 0",
+        ),
     ],
 )
 def test_batches(state, batch, words):
@@ -198,5 +201,6 @@ def test_a_boxed_axis_that_the_mesh_lacks_holds_nothing():
 
     params = Net().init(jax.random.key(0), jnp.ones((1, 8)))["params"]
     boxed = TrainState.create(apply_fn=None, params=params, tx=optax.adam(1e-3))
-    laid_out = zero_jax.shard_train_state(boxed, 1)
+    with pytest.warns(zero_jax.ZeroWarning, match="params/Dense_0/kernel is boxed for .*'model'"):
+        laid_out = zero_jax.shard_train_state(boxed, 1)
     assert laid_out.opt_state[0].mu["Dense_0"]["kernel"].value.sharding.spec == P(None, "data")

@@ -1,16 +1,20 @@
 """The batch of a data-parallel step: split over the data axis, checked before any compile.
 
-Every device computes the gradient of its own slice (ZeRO, arXiv 1910.02054, section 2.1: ZeRO is
-data parallelism). A batch that is not placed is copied whole to every device, and each computes all
-of it: correct, N times too slow, and silent. So a training loop places its batches.
+Every device computes the gradient of its own slice (ZeRO is data parallelism: arXiv 1910.02054,
+section 1). A batch that is not placed is copied whole to every device, and what they compute of it
+is then XLA's choice: possibly all of it, N times, without a word. So a training loop places its
+batches.
 """
 
+import math
+from collections.abc import Mapping
 from typing import Any, TypeVar
 
 import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
+from .anatomy import is_container
 from .layout import Layout
 from .residence import path_of
 from .train_state import layout_of
@@ -18,36 +22,39 @@ from .train_state import layout_of
 B = TypeVar("B")
 
 
-def shard_batch(batch: B, state: Any, *, axes: tuple[str, ...] | None = None) -> B:
-    """Split the first dim of every leaf over the data axis and all replica axes.
+def shard_batch(batch: B, state: Any, *, dim: int = 0, axes: tuple[str, ...] | None = None) -> B:
+    """Split a dim of every leaf over the data axis and all replica axes.
 
     Args:
-      batch: tree of arrays (numpy, jax or `ShapeDtypeStruct`), each with the batch as first dim.
-      state: a laid-out state, its `tx`, or its `Layout`.
+      batch: tree of arrays (numpy, jax or `ShapeDtypeStruct`), each with the batch as dim `dim`.
+      state: a laid-out state, its `tx`, its `Layout`, or a container of states on one mesh.
+      dim: the dim to split: 1 where dim 0 counts microbatches.
       axes: mesh axes to split over; by default the data axis and those that no leaf holds.
 
     Returns:
       The same tree of `jax.Array`s on the state's mesh.
 
     Raises:
-      ValueError: a leaf is a scalar, or its first dim does not divide by the size of the axes.
+      TypeError: `state` carries no layout.
+      ValueError: a leaf has no such dim, or its size does not divide by that of the axes.
     """
-    layout = state if isinstance(state, Layout) else layout_of(state)
+    layout = _layout(state)
     axes = layout.batch_axes if axes is None else axes
-    parts = int(np.prod([layout.mesh.shape[a] for a in axes]))
-    sharding = NamedSharding(layout.mesh, PartitionSpec(axes))
+    parts = math.prod(layout.mesh.shape[a] for a in axes)
+    sharding = NamedSharding(layout.mesh, PartitionSpec(*[None] * dim, axes))
     over = " x ".join(f"{a}={layout.mesh.shape[a]}" for a in axes)
 
     def check(keys: Any, leaf: Any) -> None:
         shape = np.shape(leaf)
-        if not shape:
+        if len(shape) <= dim:
             raise ValueError(
-                f"batch: {path_of(keys)} is a scalar; expected a first dim to split over {over}."
+                f"batch: {path_of(keys)} has shape {shape}; expected a dim {dim} to split over "
+                f"{over}."
             )
-        if shape[0] % parts:
+        if shape[dim] % parts:
             raise ValueError(
-                f"batch: {path_of(keys)} has {shape[0]} rows, which {over} does not divide; pad "
-                f"or cut it to a multiple of {parts}."
+                f"batch: {path_of(keys)} has {shape[dim]} rows in dim {dim}, which {over} does "
+                f"not divide; pad or cut it to a multiple of {parts}."
             )
 
     def put(leaf: Any) -> Any:
@@ -57,3 +64,11 @@ def shard_batch(batch: B, state: Any, *, axes: tuple[str, ...] | None = None) ->
 
     jax.tree_util.tree_map_with_path(check, batch)
     return jax.tree.map(put, batch)
+
+
+def _layout(state: Any) -> Layout:
+    if isinstance(state, Layout):
+        return state
+    if is_container(state):
+        return layout_of(next(iter(state.values())) if isinstance(state, Mapping) else state[0])
+    return layout_of(state)

@@ -18,6 +18,7 @@ import math
 
 import jax
 import jax.numpy as jnp
+from jax.core import Tracer
 from jax.sharding import NamedSharding
 
 from .mesh import is_explicit
@@ -32,6 +33,27 @@ def constrain(x: jax.Array, sharding: NamedSharding) -> jax.Array:
     if is_explicit(sharding.mesh):
         return jax.sharding.reshard(x, sharding)
     return jax.lax.with_sharding_constraint(x, sharding)
+
+
+def pin_sum(update: jax.Array, sharding: NamedSharding) -> jax.Array:
+    """Return `update` such that `parameter + update`, traced, lies under `sharding`.
+
+    The new parameter is a sum that the user's step writes (`optax.apply_updates`), so no statement
+    of ours reaches it; used again in the same step, it would lie as that use likes best, and the
+    state would come back with another layout. Python asks the right operand of a sum first when its
+    class extends the left one's: so the update's tracer gets a class that states where the sum
+    lies. In all else it is the same tracer; outside of a trace nothing is changed.
+    """
+    if not isinstance(update, Tracer):
+        return update
+
+    def add_and_constrain(self: jax.Array, parameter: jax.Array) -> jax.Array:
+        return constrain(jnp.add(parameter, self), sharding)
+
+    kind = type(update)
+    members = {"__slots__": (), "__radd__": add_and_constrain}
+    update.__class__ = type(kind.__name__, (kind,), members)
+    return update
 
 
 def unpad(x: jax.Array, placement: Placement) -> jax.Array:

@@ -28,6 +28,9 @@ from .placement import Leaf
 from .rules import Rule, fit, match
 from .stage import Stage
 
+STATISTICS = "statistics of its module lie whole beside it"
+"""Reason of a parameter that is whole because it would pull them along."""
+
 
 @dataclass(frozen=True)
 class Cuts:
@@ -58,6 +61,8 @@ class Cuts:
         """The gradient of a parameter."""
         if not self.stage.partitions_gradients:
             return whole(leaf.shape, leaf.held, "not partitioned at this stage")
+        if self._rule_of.get(leaf.path) is None and _module_and_shape(leaf) in self._statistics:
+            return whole(leaf.shape, leaf.held, STATISTICS)
         partition = self.update(leaf)
         uneven = partition.form == "padded" and is_explicit(self.mesh)
         if partition.form == "flat" or uneven:
@@ -68,7 +73,7 @@ class Cuts:
         """A parameter between steps; its shape is kept, since the user's step reads it."""
         rule = self._rule_of.get(leaf.path)
         if rule is None and _module_and_shape(leaf) in self._statistics:
-            return whole(leaf.shape, leaf.held, "statistics of its module lie whole beside it")
+            return whole(leaf.shape, leaf.held, STATISTICS)
         return self._at_rest(leaf, rule)
 
     def optimizer(self, leaf: Leaf) -> Partition:

@@ -20,6 +20,7 @@ from flax.linen import spmd
 from jax.sharding import Mesh
 
 from .residence import path_of
+from .shortfall import warn
 
 Tree = Any
 _FIELDS = ("params", "opt_state")
@@ -66,12 +67,24 @@ def box_specs(tree: Tree, mesh: Mesh) -> dict[str, tuple[object, ...]]:
     for keys, box in boxed:
         if isinstance(box, nn.LogicallyPartitioned) and box.rules:
             names = tuple(spmd.logical_to_mesh_axes(box.names, box.rules) or ())
+        elif isinstance(box, nn.LogicallyPartitioned):
+            names = box.names  # logical names without rules; those that are axes of the mesh count
         elif isinstance(box, nn.Partitioned):
             names = box.names
+            _warn_of_missing(path_of(keys), names, mesh)
         else:
             continue
         specs[path_of(keys)] = on_mesh(names, mesh)
     return specs
+
+
+def _warn_of_missing(path: str, names: Any, mesh: Mesh) -> None:
+    missing = [n for n in jax.tree.leaves(tuple(names)) if n not in mesh.shape]
+    if missing:
+        warn(
+            f"params/{path} is boxed for the axis {missing[0]!r}, which the mesh "
+            f"{dict(mesh.shape)} lacks; it is not partitioned over it."
+        )
 
 
 def on_mesh(names: Any, mesh: Mesh) -> tuple[object, ...]:

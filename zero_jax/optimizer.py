@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from .collectives import constrain, pad, unpad
+from .collectives import constrain, pad, pin_sum, unpad
 from .layout import Layout
 from .master_weights import MasterWeights, init_with_master, update_with_master
 from .placement import Placement
@@ -137,6 +137,7 @@ class _Binding:
             updates, state = self.inner.update(grads, state, old, **extra)
             updates = _map(_lies_in_flight, layout.updates, updates, "updates")
             updates = _map(_lies_at_rest, layout.params, updates, "updates")  # gathered
+        updates = _map(_pin, layout.params, updates, "updates")
         return updates, _map(pad, layout.opt_state, state, "opt_state")
 
 
@@ -172,6 +173,10 @@ def _lies_at_rest(x: Any, placement: Placement) -> Any:
 
 def _lies_in_flight(x: Any, placement: Placement) -> Any:
     return _constrain_number(x, placement.flight)
+
+
+def _pin(x: Any, placement: Placement) -> Any:
+    return pin_sum(x, placement.rest)
 
 
 def _constrain_number(x: Any, sharding: Any) -> Any:

@@ -43,7 +43,8 @@ def read_leaves(
     def read(keys: Any, leaf: Any) -> Leaf:
         path = path_of(keys)
         aval = _aval(f"{name}/{path}", leaf)
-        held = boxes.get(path) or _held(f"{name}/{path}", leaf, mesh, axis)
+        boxed = tuple(without_axis(boxes.get(path, ()), axis))
+        held = boxed or _held(f"{name}/{path}", leaf, mesh, axis)
         # A Python float must not widen bf16 arithmetic; any other weak type would be lost in a step
         weak = name == "other" and aval.shape == () and jnp.issubdtype(aval.dtype, jnp.inexact)
         return Leaf(path, aval.shape, aval.dtype, aval.weak_type and weak, held)

@@ -159,8 +159,8 @@ def layout_of(state: Any) -> Layout:
     if not isinstance(tx, PartitionedOptimizer) or tx.layout is None:
         raise TypeError(
             f"state: this {type(state).__name__} carries no layout; expected a state that came "
-            "from shard_train_state or init_train_state. For a dict or struct whose step closes "
-            "over its optimizer, pass that optimizer: layout_of(tx)."
+            "from shard_train_state or init_train_state (or one member of a container of states). "
+            "For a dict or struct whose step closes over its optimizer, pass that optimizer."
         )
     return tx.layout
 
@@ -199,7 +199,10 @@ def _birth(create: Callable[..., Any], args: tuple[Any, ...], options: Options, 
     opened: list[Anatomy] = []
 
     def parts(*args: Any) -> tuple[Tree, Tree, Tree]:
-        opened.append(open_state(create(*args), tx))
+        state = create(*args)
+        if is_container(state):
+            raise TypeError("create: it returns several states; initialise each with its own call.")
+        opened.append(open_state(state, tx))
         return opened[-1].params, opened[-1].opt_state, opened[-1].other
 
     params, opt_state, other = jax.eval_shape(parts, *args)
