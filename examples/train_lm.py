@@ -1,0 +1,87 @@
+"""Train a byte-level GPT in Flax linen, its state partitioned by ZeRO.
+
+    python examples/train_lm.py configs/lm_tiny.toml
+    python examples/train_lm.py configs/lm_tiny.toml --stage 3 --steps 100 --set optimizer.name=lion
+
+All that ZeRO asks of a training script is here to see: `init_train_state` around the function that
+creates the state, and `shard_batch` around each batch. The training step is the ordinary one.
+
+Without an accelerator, 8 virtual CPU devices stand in for real ones.
+"""
+
+import time
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import tyro
+from devices import make_virtual_devices
+from flax.training.train_state import TrainState
+from lm.arguments import Arguments
+from lm.data import Batch, load_corpus
+from lm.loss import make_validation, mean_loss
+from lm.model import GPT
+from lm.optimizer import make_optimizer
+from lm.partitioning import layouts_by_stage, zero_options
+from lm.run import Run
+from lm.sampling import continue_text
+
+import zero_jax
+from zero_jax.config import LanguageModelRun
+
+
+def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, jax.Array]:
+    """One optimizer step on inputs and targets (B, T); the mean loss in nats a byte."""
+
+    def loss_fn(params):
+        return mean_loss(state.apply_fn({"params": params}, batch["inputs"]), batch["targets"])
+
+    loss, grads = jax.value_and_grad(loss_fn)(state.params)
+    return state.apply_gradients(grads=grads), loss
+
+
+def make_create(cfg: LanguageModelRun, model: GPT) -> Callable[[jax.Array], TrainState]:
+    """Make `create(key)`, which builds the whole training state, as without ZeRO."""
+    tx = make_optimizer(cfg.optimizer, cfg.run.steps)
+
+    def create(key: jax.Array) -> TrainState:
+        tokens = jnp.zeros((1, cfg.model.sequence_length), jnp.int32)
+        params = model.init(key, tokens)["params"]
+        return TrainState.create(apply_fn=model.apply, params=params, tx=tx)
+
+    return create
+
+
+def main(arguments: Arguments) -> None:
+    """Train, validate, sample, report."""
+    cfg = arguments.load()
+    make_virtual_devices()
+    corpus = load_corpus(cfg.data, cfg.model.sequence_length)
+    model = GPT(cfg.model)
+    create = make_create(cfg, model)
+
+    def apply(params, tokens: jax.Array):
+        return model.apply({"params": params}, tokens)
+
+    state = zero_jax.init_train_state(create, jax.random.key(cfg.run.seed), **zero_options(cfg))
+    jitted_step = jax.jit(train_step, donate_argnums=0)
+    validation_loss = make_validation(apply, corpus, cfg.run.eval_batches)
+
+    with Run(arguments.config.stem, cfg, zero_jax.layout_of(state)) as run:
+        for step in range(1, cfg.run.steps + 1):
+            started = time.perf_counter()
+            batch = zero_jax.shard_batch(corpus.train[step - 1], state)
+            state, loss = jitted_step(state, batch)
+            # float() waits for the step. Virtual CPU devices need that: steps that queue up there
+            # can keep each other's collectives from ever meeting.
+            loss, seconds = float(loss), time.perf_counter() - started
+            due = step % cfg.run.eval_every == 0 or step == cfg.run.steps
+            run.log(step, loss, seconds, validation_loss(state.params, state) if due else None)
+
+    prompt = corpus.validation_prompt
+    text = continue_text(apply, state.params, prompt, cfg.run)
+    run.finish(prompt, text, layouts_by_stage(create, cfg))
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Arguments))

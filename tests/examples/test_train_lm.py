@@ -1,0 +1,149 @@
+"""The examples run, agree over the stages, and leave behind what they promise."""
+
+import csv
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import pytest
+import train_lm
+import train_lm_nnx
+from lm.arguments import Arguments
+from lm.model import GPT
+from lm.partitioning import layouts_by_stage
+
+from zero_jax import config
+
+ROOT = Path(__file__).parents[2]
+STEPS, EVAL_EVERY = 5, 2
+TINY = f"""
+[model]
+layers = 2
+hidden = 32
+heads = 2
+sequence_length = 32
+tied_head = false
+
+[data]
+folder = "TEXT"
+batch_size = 8
+val_fraction = 0.3
+
+[optimizer]
+warmup_steps = 2
+
+[run]
+steps = {STEPS}
+eval_every = {EVAL_EVERY}
+eval_batches = 2
+sample_bytes = 8
+"""
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    """A configuration of a small model on a small text."""
+    text = tmp_path_factory.mktemp("text")
+    for i in range(30):
+        (text / f"m{i}.py").write_text(f"def f{i}(x):\n    return x + {i}\n\n\n" * 8)
+    path = tmp_path_factory.mktemp("configs") / "tiny.toml"
+    path.write_text(TINY.replace("TEXT", text.as_posix()))
+    return path
+
+
+def run(example, tiny, stage, *overrides):
+    """Run an example in this process."""
+    with jax.numpy_dtype_promotion("standard"):  # optax raises floats to integers
+        example.main(Arguments(tiny, stage=stage, set=list(overrides)))
+
+
+def metrics(folder):
+    """The rows of a run's metrics, as texts."""
+    with (folder / "metrics.csv").open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+@pytest.fixture(scope="module", params=[train_lm, train_lm_nnx], ids=["linen", "nnx"])
+def folders(request, tiny, tmp_path_factory):
+    """Folders of two runs of an example: stage 0, and stage 3 in a folder of our choice."""
+    home = tmp_path_factory.mktemp("home")
+    (home / "runs" / "tiny-001").mkdir(parents=True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(home)
+        run(request.param, tiny, 0, "run.sample_bytes=0")
+    run(request.param, tiny, 3, f"run.folder={(home / 'mine').as_posix()}")
+    return home / "runs" / "tiny-002", home / "mine"
+
+
+def test_stages_0_and_3_train_alike(folders):
+    plain, partitioned = map(metrics, folders)
+    assert [int(row["step"]) for row in partitioned] == list(range(1, STEPS + 1))
+    first = float(plain[0]["loss"])
+    for row, other in zip(plain, partitioned, strict=True):
+        assert float(row["loss"]) == pytest.approx(float(other["loss"]), abs=1e-4 * first)
+        validated = int(row["step"]) % EVAL_EVERY == 0 or int(row["step"]) == STEPS
+        assert bool(row["val_loss"]) == bool(other["val_loss"]) == validated
+        if validated:
+            assert float(row["val_loss"]) == pytest.approx(float(other["val_loss"]), rel=1e-4)
+    assert float(plain[-1]["loss"]) < first
+
+
+def test_a_run_leaves_its_folder(folders):
+    for stage, folder in zip((0, 3), folders, strict=True):
+        assert (folder / "loss.png").stat().st_size > 1000
+        assert (folder / "bytes_by_stage.png").stat().st_size > 1000
+        assert list(folder.glob("events.out.tfevents.*"))
+        assert f"stage {stage}" in (folder / "layout.txt").read_text()
+        cfg = config.load(config.LanguageModelRun, folder / "config.toml")
+        assert cfg.zero.stage == stage and cfg.run.steps == STEPS
+
+
+def test_a_folder_that_holds_a_run_is_not_written_over(folders, tiny):
+    with pytest.raises(SystemExit, match="holds a run already"):
+        run(train_lm, tiny, 2, f"run.folder={folders[1].as_posix()}")
+
+
+@pytest.mark.parametrize("name", ["lm_tiny", "lm_gpt2_small"])
+def test_the_bytes_in_a_shipped_config_are_those_of_its_layout(name):
+    path = ROOT / "configs" / f"{name}.toml"
+    cfg = config.load(config.LanguageModelRun, path)
+    create = train_lm.make_create(cfg, GPT(cfg.model))
+    for stage, layout in layouts_by_stage(create, cfg).items():
+        held = [layout.bytes_per_device[tree] for tree in ("params", "grads", "opt_state")]
+        line = rf"#\s+{stage}\s+" + r"\s+".join(f"{n:,}" for n in [*held, sum(held)])
+        assert re.search(line, path.read_text()), (stage, held)
+
+
+@pytest.mark.parametrize("example", ["train_lm.py", "train_lm_nnx.py"])
+def test_a_wrong_key_on_the_command_line_gives_a_short_letter(example, tiny):
+    command = [sys.executable, ROOT / "examples" / example, tiny, "--set", "model.layer=3"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment())
+    assert done.returncode == 1
+    assert "[model] has no key 'layer'" in done.stderr and "Did you mean 'layers'?" in done.stderr
+    assert "Traceback" not in done.stderr and done.stdout == ""
+
+
+def environment():
+    """This process's environment, without its devices and with the repository's package."""
+    unset = {"XLA_FLAGS", "JAX_NUM_CPU_DEVICES"}
+    kept = {key: value for key, value in os.environ.items() if key not in unset}
+    return kept | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
+
+
+def test_the_command_makes_its_devices_and_reads_the_standard_library(tmp_path):
+    """Also with what the other tests leave off: half precision, remat, lion, clipping."""
+    command = [sys.executable, ROOT / "examples" / "train_lm.py", ROOT / "configs" / "lm_tiny.toml"]
+    command += ["--stage", "2", "--steps", "2", "--set", f"run.folder={tmp_path.as_posix()}"]
+    for override in (
+        "run.eval_batches=1", "run.sample_bytes=4", "model.layers=1", "model.dtype=bfloat16",
+        "model.remat=true", "model.tied_head=true", "optimizer.name=lion", "optimizer.clip_norm=1",
+    ):  # fmt: skip
+        command += ["--set", override]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment())
+    assert done.returncode == 0, done.stderr
+    assert "validation loss" in done.stdout and "sampled continuation" in done.stdout
+    layout = (tmp_path / "layout.txt").read_text()
+    assert "data=8" in layout and "bfloat16" in layout and "master" in layout
