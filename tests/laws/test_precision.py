@@ -40,16 +40,22 @@ def test_parameters_are_their_masters_rounded(stage):
 
 
 def test_parameters_that_cancel():
-    """p + (n - p) in fp32 is not n when n is tiny beside p: the master follows what was reached."""
-    p = jnp.asarray([1.0, 1.0, -3.0, 0.0, 1e30], jnp.float32)
-    to = jnp.asarray([1e-10, -1e-9, 2e-10, 1e-20, 1.0], jnp.float32)
+    """p + (n - p) in fp32 is not always n; the master follows what was reached.
+
+    A master just under 1 rests as p = 1. Moved to n = -2^-24, the update n - p = -(1 + 2^-24) has
+    one bit too many for fp32, so p arrives at 0. Only then does the master move, by that bit.
+    """
+    master = np.full(16, 1 - 2.0**-10, np.float32)
+    target = np.full(16, -(2.0**-24), np.float32)
+    target[1:4] = [0.5, -3.0, 2.0**-13]  # ordinary moves arrive
+    delta = jnp.asarray(target - master)
     tx = optax.GradientTransformation(
-        lambda params: optax.EmptyState(), lambda g, s, params=None: (g, s)
+        lambda params: optax.EmptyState(), lambda g, s, params=None: ({"p": delta}, s)
     )
-    state = {"params": {"p": p}, "opt_state": tx.init({"p": p})}
+    params = {"p": jnp.asarray(master)}
     wrapped = zero_jax.partition_optimizer(tx)
-    with pytest.warns(zero_jax.ZeroWarning):
-        state = zero_jax.shard_train_state(state, 3, tx=wrapped, precision=BF16)
+    state = {"params": params, "opt_state": tx.init(params)}
+    state = zero_jax.shard_train_state(state, 3, tx=wrapped, precision=BF16)
 
     @jax.jit
     def step(state, grads):
@@ -57,9 +63,11 @@ def test_parameters_that_cancel():
         params = optax.apply_updates(state["params"], updates)
         return {"params": params, "opt_state": opt_state}
 
-    state = step(state, {"p": (to - p).astype(jnp.bfloat16)})
-    params, master = state["params"]["p"], state["opt_state"].master["p"]
-    np.testing.assert_array_equal(params, master.astype(jnp.bfloat16))
+    state = step(state, {"p": jnp.zeros(16, jnp.bfloat16)})
+    params, moved = np.asarray(state["params"]["p"]), np.asarray(state["opt_state"].master["p"])
+    np.testing.assert_array_equal(params, moved.astype(params.dtype))
+    np.testing.assert_array_equal(moved[1:4], target[1:4])
+    assert moved[0] == params[0] == 0
 
 
 def test_training_with_masters_follows_fp32():

@@ -4,10 +4,13 @@ Sharding, dtype, weak type and memory kind of every leaf after a step are those 
 second step is the first one's executable, and step 5 leaves the state where step 0 found it.
 """
 
+import flax.linen as nn
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax.training.train_state import TrainState
 from laws import subject
 
 import zero_jax
@@ -75,3 +78,39 @@ def test_two_hundred_steps_are_flat():
         alive[i] = len(jax.live_arrays())
     assert jitted._cache_size() == 1
     assert alive[199] == alive[10]
+
+
+class Critic(nn.Module):
+    """Two layers whose every dim divides by 8."""
+
+    @nn.compact
+    def __call__(self, x):
+        return nn.Dense(8)(nn.leaky_relu(nn.Dense(256)(x)))
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_new_parameter_that_the_same_step_uses_again(stage):
+    """A step of two halves, on activations that are drawn in it and lie nowhere in particular."""
+    net = Critic()
+    params = net.init(jax.random.key(0), jnp.zeros((1, 32)))["params"]
+    state = TrainState.create(apply_fn=net.apply, params=params, tx=optax.adam(1e-3))
+    state = zero_jax.shard_train_state(state, stage)
+
+    def half(state, key):
+        x = jax.random.normal(key, (64, 32))
+        loss, grads = jax.value_and_grad(lambda p: jnp.mean(net.apply({"params": p}, x) ** 2))(
+            state.params
+        )
+        return state.apply_gradients(grads=grads), loss
+
+    @jax.jit
+    def step(state):
+        state, _ = half(state, jax.random.key(1))
+        return half(state, jax.random.key(2))
+
+    before = facts(state)
+    for _ in range(3):
+        state, loss = step(state)
+        float(loss)
+    assert facts(state) == before
+    assert step._cache_size() == 1
