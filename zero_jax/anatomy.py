@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import jax
+import optax
 from jax.sharding import Mesh
 
 from . import flax_linen, flax_nnx
@@ -167,12 +168,21 @@ def is_container(state: Any) -> bool:
 
 
 def map_states(function: Callable[[Any, Any], Any], states: Any, tx: Any) -> Any:
-    """Apply `function(state, tx)` to each state of a container; the container's type is kept."""
+    """Apply `function(state, tx)` to each state of a container; the container's type is kept.
+
+    Raises:
+      TypeError: `tx` is not a container of the same kind, an optimizer or None for each state.
+    """
     rebuild = cast(Callable[..., Any], type(states))
     if isinstance(states, Mapping):
-        given = tx if isinstance(tx, Mapping) else {}
+        if tx is not None and not (isinstance(tx, Mapping) and tx.keys() <= states.keys()):
+            raise TypeError(f"tx: expected a dict with some of the states' keys, {list(states)}.")
+        given = tx or {}
         return rebuild({k: function(s, given.get(k)) for k, s in states.items()})
-    given = tx if isinstance(tx, (tuple, list)) and len(tx) == len(states) else [None] * len(states)
+    one = isinstance(tx, optax.GradientTransformation) or not isinstance(tx, (tuple, list))
+    if tx is not None and (one or len(tx) != len(states)):
+        raise TypeError(f"tx: expected one optimizer for each of the {len(states)} states.")
+    given = [None] * len(states) if tx is None else tx
     done = [function(s, t) for s, t in zip(states, given, strict=True)]
     return rebuild(*done) if hasattr(states, "_fields") else rebuild(done)
 

@@ -7,7 +7,7 @@ batches.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -16,13 +16,14 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from .anatomy import is_container
 from .layout import Layout
+from .mesh import data_axes
 from .residence import path_of
 from .train_state import layout_of
 
 B = TypeVar("B")
 
 
-def shard_batch(batch: B, state: Any, *, dim: int = 0, axes: tuple[str, ...] | None = None) -> B:
+def shard_batch(batch: B, state: Any, *, dim: int = 0, axes: Sequence[str] | None = None) -> B:
     """Split a dim of every leaf over the data axis and all replica axes.
 
     Args:
@@ -39,7 +40,9 @@ def shard_batch(batch: B, state: Any, *, dim: int = 0, axes: tuple[str, ...] | N
       ValueError: a leaf has no such dim, or its size does not divide by that of the axes.
     """
     layout = _layout(state)
-    axes = layout.batch_axes if axes is None else axes
+    if dim < 0:
+        raise ValueError(f"dim={dim}; expected the dim to split counted from the front.")
+    axes = layout.batch_axes if axes is None else _spelled(axes, layout)
     parts = math.prod(layout.mesh.shape[a] for a in axes)
     sharding = NamedSharding(layout.mesh, PartitionSpec(*[None] * dim, axes))
     over = " x ".join(f"{a}={layout.mesh.shape[a]}" for a in axes)
@@ -64,6 +67,20 @@ def shard_batch(batch: B, state: Any, *, dim: int = 0, axes: tuple[str, ...] | N
 
     jax.tree_util.tree_map_with_path(check, batch)
     return jax.tree.map(put, batch)
+
+
+def _spelled(axes: Sequence[str], layout: Layout) -> tuple[str, ...]:
+    """The axes as the layout's mesh has them: a refined data axis is several."""
+    names = (axes,) if isinstance(axes, str) else tuple(axes)
+    known = {*layout.mesh.shape, layout.axis}
+    unknown = [name for name in names if name not in known]
+    if unknown:
+        raise ValueError(f"axes={axes!r}: the mesh has no axis {unknown[0]!r}, only {known}.")
+    return tuple(
+        a
+        for name in names
+        for a in (data_axes(layout.mesh, name) if name == layout.axis else (name,))
+    )
 
 
 def _layout(state: Any) -> Layout:

@@ -24,7 +24,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from .mesh import is_explicit
 from .partition import RULED, Partition, partition_leaf, whole
-from .placement import Leaf
+from .placement import Leaf, without_axis
 from .rules import Rule, fit, match
 from .stage import Stage
 
@@ -60,7 +60,7 @@ class Cuts:
     def gradient(self, leaf: Leaf) -> Partition:
         """The gradient of a parameter."""
         if not self.stage.partitions_gradients:
-            return whole(leaf.shape, leaf.held, "not partitioned at this stage")
+            return self._cut(leaf, self._rule_of.get(leaf.path), on=False, may_pad=True)
         if self._rule_of.get(leaf.path) is None and _module_and_shape(leaf) in self._statistics:
             return whole(leaf.shape, leaf.held, STATISTICS)
         partition = self.update(leaf)
@@ -88,7 +88,7 @@ class Cuts:
     def other(self, leaf: Leaf) -> Partition:
         """A leaf of neither: an average, a frozen parameter, a statistic, a key, a counter."""
         owner = self._owner(leaf)
-        if owner is not None and owner.shape == leaf.shape:
+        if owner is not None and owner.path and owner.shape == leaf.shape:
             return self.parameter(owner)
         if leaf.path in self.frozen or self._rule_of.get(leaf.path) == "frozen":
             return self._at_rest(leaf, None)
@@ -103,7 +103,9 @@ class Cuts:
 
     def _cut(self, leaf: Leaf, rule: Rule | None, on: bool, *, may_pad: bool) -> Partition:
         if not on:
-            return whole(leaf.shape, leaf.held, "not partitioned at this stage")
+            ruled = isinstance(rule, PartitionSpec)
+            held = without_axis(rule, self.axis) if ruled else leaf.held
+            return whole(leaf.shape, held, "not partitioned at this stage")
         if not _is_numeric(leaf.dtype):
             return whole(leaf.shape, leaf.held, f"{leaf.dtype.name} is not a number")
         if rule == "whole":
@@ -147,7 +149,7 @@ class Cuts:
             owner = self._owner(leaf)
             if owner is None or owner.shape != leaf.shape:
                 module = leaf.path.split("/")[:-1]
-                found |= {("/".join(module[i:]), leaf.shape) for i in range(len(module))}
+                found |= {("/".join(module[i:]), leaf.shape) for i in range(len(module) + 1)}
         return found
 
 

@@ -109,7 +109,7 @@ class Layout:
         held = {
             name
             for p in self.placements()
-            for entry in p.leaf.held
+            for entry in p.partition.spec
             if entry is not None
             for name in (entry if isinstance(entry, tuple) else (entry,))
         }

@@ -77,7 +77,8 @@ def data_axes(mesh: Mesh, axis: str) -> tuple[str, ...]:
     """The axes of `mesh` that make up the data axis: itself, or its prime factors."""
     if axis in mesh.shape:
         return (axis,)
-    return tuple(a for a in mesh.axis_names if a.removeprefix(f"{axis}_").isdigit())
+    prefix = f"{axis}_"
+    return tuple(a for a in mesh.axis_names if a.startswith(prefix) and a[len(prefix) :].isdigit())
 
 
 def axes_of_size(mesh: Mesh, axes: tuple[str, ...], parts: int) -> tuple[str, ...]:

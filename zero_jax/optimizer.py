@@ -10,6 +10,7 @@ Not here: gradient accumulation, clipping, loss scaling (optax has them), the re
 user's step decides it; see `precision`).
 """
 
+import inspect
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,7 +44,11 @@ class PartitionedOptimizer(optax.GradientTransformationExtraArgs):
     @property
     def inner(self) -> optax.GradientTransformation:
         """The user's own transformation."""
-        return _binding(self).inner
+        return _binding(self).given
+
+    def __getattr__(self, name: str) -> Any:
+        """What else the user's optimizer has: `MultiSteps.has_updated`, say."""
+        return getattr(_binding(self).given, name)
 
     def bind(self, layout: Layout, precision: Precision) -> None:
         """Give this optimizer its layout, once.
@@ -53,11 +58,13 @@ class PartitionedOptimizer(optax.GradientTransformationExtraArgs):
             meet a second, silently.
         """
         binding = _binding(self)
-        if binding.layout is not None and not binding.layout.same_as(layout):
+        same = binding.layout is None or binding.layout.same_as(layout)
+        if binding.layout is not None and not (same and binding.precision == precision):
             raise ValueError(
                 f"tx: this optimizer is already wrapped and laid out for stage "
                 f"{int(binding.layout.stage)} over {dict(binding.layout.mesh.shape)}; wrap the "
-                "optax transformation anew (zero_jax.partition_optimizer) for another layout."
+                "optax transformation anew (zero_jax.partition_optimizer) for another layout or "
+                "precision."
             )
         binding.layout, binding.precision = layout, precision
 
@@ -70,7 +77,8 @@ def partition_optimizer(tx: optax.GradientTransformation) -> PartitionedOptimize
     Until then `init` is the plain one and `update` raises.
 
     Args:
-      tx: any optax transformation; wrap the outermost one (outside `MultiSteps`, `chain`, ...).
+      tx: an optax transformation whose gradients have the parameters' structure (`lookahead`'s have
+        not); wrap the outermost one (outside `MultiSteps`, `chain`, ...).
 
     Raises:
       TypeError: `tx` has no `init` and `update`.
@@ -84,8 +92,16 @@ def partition_optimizer(tx: optax.GradientTransformation) -> PartitionedOptimize
         raise ValueError("tx: this optimizer is already wrapped; wrap the plain transformation.")
     if not (callable(getattr(tx, "init", None)) and callable(getattr(tx, "update", None))):
         raise TypeError(f"tx={tx!r} is a {type(tx).__name__}; expected an optax transformation.")
-    binding = _Binding(optax.with_extra_args_support(tx))
+    binding = _Binding(tx, _with_extra_args(tx))
     return PartitionedOptimizer(binding.init, binding.update)
+
+
+def _with_extra_args(tx: Any) -> optax.GradientTransformationExtraArgs:
+    """The transformation with an update that takes extra arguments, passed on if it has use."""
+    parameters = inspect.signature(tx.update).parameters.values()
+    if any(p.kind is p.VAR_KEYWORD for p in parameters):  # `MultiSteps`, which says so only here
+        return optax.GradientTransformationExtraArgs(tx.init, tx.update)
+    return optax.with_extra_args_support(tx)
 
 
 def _binding(tx: PartitionedOptimizer) -> "_Binding":
@@ -96,6 +112,7 @@ def _binding(tx: PartitionedOptimizer) -> "_Binding":
 class _Binding:
     """The two functions of a `PartitionedOptimizer`, and what they know."""
 
+    given: Any  # the user's object, which may have more than the two functions
     inner: optax.GradientTransformationExtraArgs
     layout: Layout | None = None
     precision: Precision = Precision()
@@ -122,8 +139,8 @@ class _Binding:
                 "tx: this optimizer is wrapped, but no state was laid out for it; call "
                 "zero_jax.shard_train_state(state, stage, tx=tx) before the first step."
             )
-        _check_dtypes(layout, self.precision, updates)
         grads = _map(_lies_at_rest, layout.grads, updates, "grads")  # reduced
+        _check_dtypes(layout, self.precision, updates)
         grads = _map(_lies_in_flight, layout.updates, grads, "grads")  # partitioned
         state = _map(unpad, layout.opt_state, state, "opt_state")
         old = None if params is None else _map(_lies_in_flight, layout.updates, params, "params")
@@ -145,9 +162,7 @@ def _check_dtypes(layout: Layout, precision: Precision, grads: Tree) -> None:
     """Say so when the step's own dtypes are not those that `precision` promises."""
     pairs = [
         (placement.leaf, g)
-        for placement, g in zip(
-            jax.tree.leaves(layout.params), jax.tree.leaves(grads), strict=False
-        )
+        for placement, g in zip(jax.tree.leaves(layout.params), jax.tree.leaves(grads), strict=True)
         if jnp.issubdtype(placement.leaf.dtype, jnp.floating)
     ]
     reduced = [(leaf, g) for leaf, g in pairs if precision.reduce not in (None, g.dtype)]
@@ -192,14 +207,13 @@ def _map(move: Any, placements: Tree, tree: Tree, name: str) -> Tree:
     if len(where) != len(leaves):
         raise ValueError(
             f"{name}: {len(leaves)} leaves where the layout has {len(where)}; this is not the "
-            "tree that the optimizer was laid out for."
+            "tree that the optimizer was laid out for (gradients need the parameters' structure)."
         )
-    shapes = "rest_shape" if move is unpad else "shape"
     for placement, leaf in zip(where, leaves, strict=True):
         expected = placement.partition.rest_shape if move is unpad else placement.leaf.shape
         if jnp.shape(leaf) != expected:
             raise ValueError(
                 f"{name}/{placement.leaf.path}: has shape {jnp.shape(leaf)}, expected "
-                f"{shapes} {expected}; this is not the tree that the optimizer was laid out for."
+                f"{expected}; this is not the tree that the optimizer was laid out for."
             )
     return structure.unflatten(move(x, p) for x, p in zip(leaves, where, strict=True))

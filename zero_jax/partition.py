@@ -88,8 +88,10 @@ def partition_leaf(
     size = math.prod(shape)
     if n == 1:
         return whole(shape, held, f"{axis} has one device")
-    if size < max(min_size, 2):
-        return whole(shape, held, f"{size} elements, under min_size {max(min_size, 2)}")
+    if size < 2:
+        return whole(shape, held, f"{size} elements")
+    if size < min_size:
+        return whole(shape, held, f"{size} elements, under min_size {min_size}")
     free = [d for d, h in enumerate(held) if h is None and not (stacked and d == 0)]
     if not free:
         return whole(shape, held, "no free dim")

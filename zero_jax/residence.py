@@ -16,6 +16,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax.training.dynamic_scale import DynamicScale
 from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding
 
@@ -40,16 +41,25 @@ def read_leaves(
       TypeError: a leaf is no array.
     """
 
+    scales = jax.tree_util.tree_flatten_with_path(tree, is_leaf=_is_loss_scale)[0]
+    strong = tuple(f"{path_of(keys)}/" for keys, node in scales if _is_loss_scale(node))
+
     def read(keys: Any, leaf: Any) -> Leaf:
         path = path_of(keys)
         aval = _aval(f"{name}/{path}", leaf)
         boxed = tuple(without_axis(boxes.get(path, ()), axis))
         held = boxed or _held(f"{name}/{path}", leaf, mesh, axis)
-        # A Python float must not widen bf16 arithmetic; any other weak type would be lost in a step
+        # A Python float must not widen bf16 arithmetic, so it stays weak. Any other weak type, and
+        # that of flax's loss scale, would be lost in a step.
         weak = name == "other" and aval.shape == () and jnp.issubdtype(aval.dtype, jnp.inexact)
+        weak = weak and not path.startswith(strong)
         return Leaf(path, aval.shape, aval.dtype, aval.weak_type and weak, held)
 
     return jax.tree_util.tree_map_with_path(read, tree)
+
+
+def _is_loss_scale(node: Any) -> bool:
+    return isinstance(node, DynamicScale)
 
 
 def path_of(keys: tuple[Any, ...]) -> str:

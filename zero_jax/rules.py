@@ -20,7 +20,7 @@ from typing import Literal
 
 from jax.sharding import Mesh, PartitionSpec
 
-from .partition import Partition, trimmed
+from .partition import RULED, Partition, trimmed
 
 Rule = Literal["whole", "stacked", "frozen"] | PartitionSpec
 _KINDS = '"whole", "stacked", "frozen" or a PartitionSpec'
@@ -86,4 +86,5 @@ def fit(spec: PartitionSpec, path: str, shape: tuple[int, ...], mesh: Mesh, axis
         if axis in names:
             dim, parts = d, mesh.shape[axis]
     form = "whole" if dim is None else "divided"
-    return Partition(form, trimmed(spec), shape, dim, parts, f"a rule says {spec}")
+    reason = RULED if dim is None else f"a rule says {spec}"
+    return Partition(form, trimmed(spec), shape, dim, parts, reason)

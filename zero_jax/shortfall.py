@@ -86,6 +86,6 @@ def _largest(placements: list[Placement], n: int) -> str:
 def warn(message: str) -> None:
     """Issue a `ZeroWarning` at the caller's line outside of this package."""
     frame, level = sys._getframe(1), 2
-    while frame.f_back and frame.f_globals.get("__package__", "").split(".")[0] == __package__:
+    while frame.f_back and frame.f_globals["__name__"].split(".")[0] == __package__:
         frame, level = frame.f_back, level + 1
     warnings.warn(message, ZeroWarning, stacklevel=level)

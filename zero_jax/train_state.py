@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
+from jax.core import Tracer
 from jax.sharding import Mesh
 
 from .anatomy import (
@@ -87,8 +88,17 @@ def shard_train_state(
                 precision=precision, rules=rules, tx=its_tx,
             ), state, tx,
         )  # fmt: skip
+    if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(state)):
+        raise TypeError(
+            "state: its leaves are traced; call shard_train_state outside of jit, or give the "
+            "function that makes the state to init_train_state."
+        )
     options = check_options(state, stage, mesh, axis, min_size, precision, rules)
     anatomy = open_state(state, tx)
+    if is_compile_only(options.mesh) and not all(map(_is_abstract, jax.tree.leaves(state))):
+        raise ValueError(
+            "mesh: its devices hold no arrays in this process; pass shapes: jax.eval_shape(create)."
+        )
     layout = lay_out(anatomy, options)
     opt_state = add_master(anatomy.params, anatomy.opt_state, options.precision)
     parts = (anatomy.params, opt_state, anatomy.other)
@@ -112,8 +122,9 @@ def init_train_state(
 
     Args:
       create: function of `args` that returns a state, as for `shard_train_state`.
-      args: its arguments. If one is a `ShapeDtypeStruct`, or the mesh cannot hold arrays here, the
-        state that comes back is abstract.
+      args: its arguments, arrays (a key, no seed; bind what is static with `functools.partial`).
+        If one is a `ShapeDtypeStruct`, or the mesh cannot hold arrays here, the state that comes
+        back is abstract.
       stage, mesh, axis, min_size, precision, rules, tx: as in `shard_train_state`.
 
     Returns:
@@ -121,7 +132,7 @@ def init_train_state(
     """
     options = check_options(None, stage, mesh, axis, min_size, precision, rules)
     birth = _birth(create, args, options, tx)
-    described = any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(args))
+    described = any(map(_is_abstract, jax.tree.leaves(args)))
     if described or is_compile_only(options.mesh):
         return birth.anatomy.close(*jax.tree.map(abstract, _placements(birth.layout)))
     return birth.anatomy.close(*birth.structure.unflatten(birth.jitted(*args)))
@@ -222,6 +233,10 @@ def _birth(create: Callable[..., Any], args: tuple[Any, ...], options: Options, 
 
     jitted = jax.jit(born, out_shardings=[p.rest for p in where])
     return _Birth(anatomy, layout, jitted, structure)
+
+
+def _is_abstract(leaf: Any) -> bool:
+    return isinstance(leaf, jax.ShapeDtypeStruct)
 
 
 def _placements(layout: Layout) -> tuple[Tree, Tree, Tree]:
