@@ -1,0 +1,275 @@
+"""How a user drives a program: opens it under a stage, jits its own step, trains.
+
+A program comes in one of four kinds, by where its optimizer is. `stage=None` is the program as it
+stands, on one device and without the library: the reference of every check.
+"""
+
+import contextlib
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from types import ModuleType
+from typing import Any
+
+import jax
+import pytest
+from cases.measures import copy, counting_compiles, placed
+from flax import nnx
+from jax.sharding import Mesh
+
+import zero_jax
+from zero_jax import Layout
+
+Tree = Any
+Build = Callable[..., dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Opened:
+    """A program ready to train.
+
+    Attributes:
+      built: what its `build` returned.
+      state: the state to start from.
+      step: its own step, not jitted.
+      read: state -> (params, opt_state) as they lie.
+      layouts: one for each optimizer; none on a single device.
+      unshard: state -> (params, opt_state) in logical shapes.
+    """
+
+    built: dict[str, Any]
+    state: Any
+    step: Callable[[Any, Any], tuple[Any, jax.Array]]
+    read: Callable[[Any], tuple[Tree, Tree]]
+    layouts: list[Layout]
+    unshard: Callable[[Any], tuple[Tree, Tree]]
+
+    def place(self, batch: Tree) -> Tree:
+        """The batch where the step wants it."""
+        return zero_jax.shard_batch(batch, self.layouts[0]) if self.layouts else batch
+
+    @property
+    def bytes_per_device(self) -> dict[str, int]:
+        """What the layouts promise, by tree."""
+        trees = ("params", "opt_state")
+        return {t: sum(layout.bytes_per_device[t] for layout in self.layouts) for t in trees}
+
+
+def closes_over_tx(build: Build, stage: int | None, mesh: Mesh | None) -> Opened:
+    """A dict or struct whose step closes over `tx`."""
+
+    def read(state):
+        if isinstance(state, dict):
+            return state["params"], state["opt_state"]
+        return state.params, state.opt_state
+
+    if stage is None:
+        built = build()
+        return Opened(built, built["state"], built["step"], read, [], read)
+    built = build(wrap_tx=zero_jax.partition_optimizer)
+    tx = built["tx"]
+    state = zero_jax.shard_train_state(built["state"], stage, mesh=mesh, tx=tx)
+    layouts = [zero_jax.layout_of(tx)]
+
+    def unshard(state):
+        return read(zero_jax.unshard_train_state(state, tx=tx))
+
+    return Opened(built, state, built["step"], read, layouts, unshard)
+
+
+def owns_tx(build: Build, stage: int | None, mesh: Mesh | None) -> Opened:
+    """A linen `TrainState`."""
+
+    def read(state):
+        return state.params, state.opt_state
+
+    built = build()
+    if stage is None:
+        return Opened(built, built["state"], built["step"], read, [], read)
+    state = zero_jax.shard_train_state(built["state"], stage, mesh=mesh)
+    layouts = [zero_jax.layout_of(state)]
+
+    def unshard(state):
+        return read(zero_jax.unshard_train_state(state))
+
+    return Opened(built, state, built["step"], read, layouts, unshard)
+
+
+def model_and_optimizer(
+    build: Build, stage: int | None, mesh: Mesh | None, *, step_of: Any = None
+) -> Opened:
+    """An NNX model and its optimizer, split by the user. `step_of` makes a step of a graph."""
+    built = build()
+    pair = built["model"], built["optimizer"]
+    step_of = built["step_of"] if step_of is None else step_of
+    if stage is not None:
+        pair = zero_jax.shard_train_state(pair, stage, mesh=mesh)
+    layouts = [] if stage is None else [zero_jax.layout_of(pair)]
+    graph, state = nnx.split(pair)
+
+    def parts(pair):
+        model, optimizer = pair
+        return nnx.to_pure_dict(nnx.state(model, nnx.Param)), nnx.as_pure(optimizer.opt_state)
+
+    def read(state):
+        return parts(nnx.merge(graph, state))
+
+    def unshard(state):
+        pair = nnx.merge(graph, state)
+        return parts(zero_jax.unshard_train_state(pair) if layouts else pair)
+
+    return Opened(built, state, step_of(graph), read, layouts, unshard)
+
+
+def two_optimizers(build: Build, stage: int | None, mesh: Mesh | None) -> Opened:
+    """Two models with an optimizer each, in one step."""
+
+    def read(state):
+        return state["params"], state["opt"]
+
+    def record(state, name):
+        return {"params": state["params"][name], "opt_state": state["opt"][name]}
+
+    def dissolve(records):
+        fields = {"params": "params", "opt": "opt_state"}
+        return {f: {k: r[at] for k, r in records.items()} for f, at in fields.items()}
+
+    if stage is None:
+        built = build()
+        return Opened(built, built["state"], built["step"], read, [], read)
+    built = build(wrap_tx=zero_jax.partition_optimizer)
+    tx, plain = built["tx"], built["state"]
+    laid_out = zero_jax.shard_train_state(
+        {name: record(plain, name) for name in tx}, stage, mesh=mesh, tx=tx
+    )
+    layouts = [zero_jax.layout_of(one) for one in tx.values()]
+
+    def unshard(state):
+        whole = {n: zero_jax.unshard_train_state(record(state, n), tx=t) for n, t in tx.items()}
+        return read(dissolve(whole))
+
+    return Opened(built, dissolve(laid_out), built["step"], read, layouts, unshard)
+
+
+@dataclass
+class Run:
+    """What a training run left behind.
+
+    Attributes:
+      opened: the program; its state was donated to the first step.
+      step: its jitted step.
+      losses: one for each step.
+      start: parameters before the first step, in host memory.
+      trail: what was watched after each step, by default the parameters, in host memory.
+      strayed: "step i: leaf" for every leaf that came out of a step other than it went in.
+      compiles: XLA's compiles in each call of the step.
+      state: the state after the last step.
+      kept: number of steps -> the parameters after them, in host memory.
+      first: optimizer state after the first step, in logical shapes and in host memory.
+    """
+
+    opened: Opened
+    step: Any
+    losses: list[float]
+    start: Tree
+    trail: list[Tree]
+    strayed: list[str]
+    compiles: list[int]
+    state: Any
+    kept: dict[int, Tree] = field(default_factory=dict)
+    first: Tree = None
+
+    def params_at(self, step: int) -> Tree:
+        """Parameters after `step` steps: the last, or one of `keep`."""
+        return self.kept[step]
+
+    @property
+    def end(self) -> Tree:
+        """Parameters after the last step."""
+        return self.kept[len(self.losses)]
+
+
+def train(
+    opened: Opened,
+    batches: list[Tree],
+    *,
+    watch: Callable[[Tree], Tree] = lambda params: params,
+    keep: tuple[int, ...] = (),
+    optimized: bool = False,
+    step: Any = None,
+) -> Run:
+    """Call the program's own step, jitted and donating its state, once for each batch.
+
+    Every loss is waited for: on jax 0.10.2, 8 virtual devices on few cores deadlock otherwise.
+
+    Args:
+      opened: the program.
+      batches: one for each step.
+      watch: parameters -> what `Run.trail` keeps of them.
+      keep: numbers of steps after which `Run.kept` has all parameters.
+      optimized: compile as users do. Without LLVM's optimisation a compile takes two thirds of the
+        time; what is partitioned, and how, is the same.
+      step: a jitted step to call in place of the program's own.
+    """
+    donated = 0 if opened.layouts else ()  # C02 on one device holds one array in two places
+    compiler = None if optimized else {"xla_backend_optimization_level": 0}
+    jitted = step or jax.jit(opened.step, donate_argnums=donated, compiler_options=compiler)
+    start = copy(opened.read(opened.state)[0])
+    before = placed(opened.state) if opened.layouts else {}
+    run = Run(opened, jitted, [], start, [], [], [], opened.state)
+    for i, batch in enumerate(batches):
+        batch = opened.place(batch)
+        with counting_compiles() as compiles:
+            run.state, loss = jitted(run.state, batch)
+            run.losses.append(float(loss))
+        run.compiles.append(compiles())
+        params = opened.read(run.state)[0]
+        run.trail.append(copy(watch(params)))
+        if i + 1 in (*keep, len(batches)):
+            run.kept[i + 1] = copy(params)
+        if i == 0:
+            run.first = copy(opened.unshard(run.state)[1])
+        after = placed(run.state)
+        run.strayed += [f"step {i}: {path}" for path in before if after[path] != before[path]]
+    return run
+
+
+@dataclass(frozen=True)
+class Case:
+    """A program, and the numbers that CASES holds it to.
+
+    Attributes:
+      program: its module.
+      open: its kind.
+      options: keyword arguments of its `build`.
+      steps: steps over which LOSS and CHANGE are asked.
+      run_for: steps it is run for, where another check asks for more.
+      loss, change: the two tolerances.
+      opt_share: BYTES(opt, f) on 8 devices, stages 1 to 3, where CASES has one.
+      plain_law: whether the optimizer's bytes meet 1.01/8 with nothing for single elements.
+      short_of_parameters: stage 3 leaves more than half of the parameters on every device, and
+        has to say so.
+      statistics: modules with running statistics; parameters shaped like them stay whole.
+      watch: params -> what is kept of them after each step.
+    """
+
+    program: ModuleType
+    open: Callable[..., Opened] = closes_over_tx
+    options: dict[str, Any] = field(default_factory=dict)
+    steps: int = 8
+    run_for: int = 8
+    loss: float = 5e-6
+    change: float = 2e-5
+    opt_share: float | None = None
+    plain_law: bool = True
+    short_of_parameters: bool = False
+    statistics: tuple[str, ...] = ()
+    watch: Callable[[Tree], Tree] = lambda params: params
+
+    def build(self, **options: Any) -> dict[str, Any]:
+        return self.program.build(**self.options, **options)
+
+    def warns(self, stage: int | None) -> contextlib.AbstractContextManager[Any]:
+        """What opening it at `stage` on 8 devices has to say."""
+        if stage == 3 and self.short_of_parameters:
+            return pytest.warns(zero_jax.ZeroWarning, match="stage 3 .* of params on every device")
+        return contextlib.nullcontext()
