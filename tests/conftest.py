@@ -17,3 +17,10 @@ jax.config.update("jax_num_cpu_devices", 8)
 @pytest.fixture(autouse=True, scope="session")
 def _eight_devices():
     assert jax.device_count() == 8, jax.devices()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _forget_executables():
+    """Compiled steps for eight devices are large; without this a worker grows to many GiB."""
+    yield
+    jax.clear_caches()

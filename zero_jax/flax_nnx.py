@@ -66,6 +66,7 @@ def close_state(
     optimizer.tx = tx
     if jax.tree.structure(opt_state) == jax.tree.structure(nnx.as_pure(optimizer.opt_state)):
         variables = jax.tree.leaves(optimizer.opt_state, is_leaf=_is_variable)
+        variables = [v for v in variables if jax.tree.leaves(v.get_value())]  # no masked nodes
         for variable, value in zip(variables, jax.tree.leaves(opt_state), strict=True):
             variable.set_value(value)
     else:  # master weights were added, or taken away
