@@ -4,14 +4,11 @@ A program comes in one of four kinds, by where its optimizer is. `stage=None` is
 stands, on one device and without the library: the reference of every check.
 """
 
-import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from types import ModuleType
 from typing import Any
 
 import jax
-import pytest
 from cases.measures import copy, counting_compiles, placed
 from flax import nnx
 from jax.sharding import Mesh
@@ -162,6 +159,7 @@ class Run:
       trail: what was watched after each step, by default the parameters, in host memory.
       strayed: "step i: leaf" for every leaf that came out of a step other than it went in.
       compiles: XLA's compiles in each call of the step.
+      cache_size: executables in the jitted step's cache after the last call.
       state: the state after the last step.
       kept: number of steps -> the parameters after them, in host memory.
       first: optimizer state after the first step, in logical shapes and in host memory.
@@ -174,13 +172,10 @@ class Run:
     trail: list[Tree]
     strayed: list[str]
     compiles: list[int]
+    cache_size: int
     state: Any
     kept: dict[int, Tree] = field(default_factory=dict)
     first: Tree = None
-
-    def params_at(self, step: int) -> Tree:
-        """Parameters after `step` steps: the last, or one of `keep`."""
-        return self.kept[step]
 
     @property
     def end(self) -> Tree:
@@ -206,16 +201,16 @@ def train(
       batches: one for each step.
       watch: parameters -> what `Run.trail` keeps of them.
       keep: numbers of steps after which `Run.kept` has all parameters.
-      optimized: compile as users do. Without LLVM's optimisation a compile takes two thirds of the
-        time; what is partitioned, and how, is the same.
+      optimized: with LLVM's optimisation. Without it a compile takes two thirds of the time and a
+        step longer; what is partitioned, and how, is the same.
       step: a jitted step to call in place of the program's own.
     """
-    donated = 0 if opened.layouts else ()  # C02 on one device holds one array in two places
+    donated = 0 if opened.layouts else ()  # on one device C02 holds one array in two places
     compiler = None if optimized else {"xla_backend_optimization_level": 0}
     jitted = step or jax.jit(opened.step, donate_argnums=donated, compiler_options=compiler)
     start = copy(opened.read(opened.state)[0])
     before = placed(opened.state) if opened.layouts else {}
-    run = Run(opened, jitted, [], start, [], [], [], opened.state)
+    run = Run(opened, jitted, [], start, [], [], [], 0, opened.state)
     for i, batch in enumerate(batches):
         batch = opened.place(batch)
         with counting_compiles() as compiles:
@@ -230,46 +225,5 @@ def train(
             run.first = copy(opened.unshard(run.state)[1])
         after = placed(run.state)
         run.strayed += [f"step {i}: {path}" for path in before if after[path] != before[path]]
+    run.cache_size = jitted._cache_size()
     return run
-
-
-@dataclass(frozen=True)
-class Case:
-    """A program, and the numbers that CASES holds it to.
-
-    Attributes:
-      program: its module.
-      open: its kind.
-      options: keyword arguments of its `build`.
-      steps: steps over which LOSS and CHANGE are asked.
-      run_for: steps it is run for, where another check asks for more.
-      loss, change: the two tolerances.
-      opt_share: BYTES(opt, f) on 8 devices, stages 1 to 3, where CASES has one.
-      plain_law: whether the optimizer's bytes meet 1.01/8 with nothing for single elements.
-      short_of_parameters: stage 3 leaves more than half of the parameters on every device, and
-        has to say so.
-      statistics: modules with running statistics; parameters shaped like them stay whole.
-      watch: params -> what is kept of them after each step.
-    """
-
-    program: ModuleType
-    open: Callable[..., Opened] = closes_over_tx
-    options: dict[str, Any] = field(default_factory=dict)
-    steps: int = 8
-    run_for: int = 8
-    loss: float = 5e-6
-    change: float = 2e-5
-    opt_share: float | None = None
-    plain_law: bool = True
-    short_of_parameters: bool = False
-    statistics: tuple[str, ...] = ()
-    watch: Callable[[Tree], Tree] = lambda params: params
-
-    def build(self, **options: Any) -> dict[str, Any]:
-        return self.program.build(**self.options, **options)
-
-    def warns(self, stage: int | None) -> contextlib.AbstractContextManager[Any]:
-        """What opening it at `stage` on 8 devices has to say."""
-        if stage == 3 and self.short_of_parameters:
-            return pytest.warns(zero_jax.ZeroWarning, match="stage 3 .* of params on every device")
-        return contextlib.nullcontext()

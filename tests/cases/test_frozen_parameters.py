@@ -49,7 +49,7 @@ def test_frozen_leaves_own_no_state_and_are_partitioned(stage):
 
 @stages
 def test_frozen_dict_parameters_and_labels(stage):
-    """C57: the same program with `FrozenDict` parameters, and so with a `FrozenDict` of labels."""
+    """The same program with `FrozenDict` parameters, and so with a `FrozenDict` of labels."""
     build = functools.partial(table.CASES["c04"].build, container=flax.core.freeze)
     opened, reference = closes_over_tx(build, stage, None), table.run("c04", None)
     assert type(opened.read(opened.state)[0]) is flax.core.FrozenDict

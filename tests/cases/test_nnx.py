@@ -51,7 +51,7 @@ def test_dropout_streams_count_on_and_keys_stay(stage):
 
 
 def _biases_by_sgd(_):
-    """C43: two optimizers in one, chosen by path."""
+    """Two optimizers in one, chosen by path."""
 
     def group(keys, _):
         return "bias" if "bias" in path_of(keys).split("/") else "rest"

@@ -87,7 +87,7 @@ def test_types_of_the_state_and_its_fields_are_kept(stage):
 
 @stages
 def test_fields_that_are_no_arrays_are_left_alone(stage):
-    """C62: functions stay the user's own objects."""
+    """Functions stay the user's own objects."""
     run = table.run("c02", stage)
     assert run.state.apply_fn == run.opened.built["model"].apply
     assert zero_jax.unshard_train_state(run.state).tx is run.opened.built["tx"]

@@ -13,13 +13,13 @@ def test_on_an_unused_head_only_the_decay_acts(stage):
     run = table.run("c12", stage)
     learning_rate, weight_decay, steps = 6e-3, 0.1, 8
     expected = run.start["aux_head"] * (1 - learning_rate * weight_decay) ** steps
-    np.testing.assert_allclose(run.params_at(steps)["aux_head"], expected, rtol=1e-6)
+    np.testing.assert_allclose(run.kept[steps]["aux_head"], expected, rtol=1e-6)
 
 
 @stages
 def test_the_router_moves_and_the_unused_expert_only_decays(stage):
     run = table.run("c12", stage)
-    after = run.params_at(8)
+    after = run.kept[8]
     assert (run.start["router"][:, :4] != after["router"][:, :4]).any(0).all()
     for weight in ("up", "down"):
         used, unused = np.split(after["experts"][weight] / run.start["experts"][weight], [4])
