@@ -4,7 +4,8 @@
     python examples/train_lm.py configs/lm_tiny.toml --stage 3 --steps 100 --set optimizer.name=lion
 
 All that ZeRO asks of a training script is here to see: `init_train_state` around the function that
-creates the state, and `shard_batch` around each batch. The training step is the ordinary one.
+creates the state, `shard_batch` around each batch, and for stage 3 `gather_at_use` around the
+parameters. The training step is the ordinary one.
 
 Without an accelerator, 8 virtual CPU devices stand in for real ones.
 """
@@ -20,24 +21,31 @@ from flax.training.train_state import TrainState
 from lm.arguments import Arguments
 from lm.data import Batch, load_corpus
 from lm.loss import make_validation, mean_loss
+from lm.microbatches import value_and_grad
 from lm.model import GPT
 from lm.optimizer import make_optimizer
 from lm.partitioning import layouts_by_stage, zero_options
 from lm.run import Run
 from lm.sampling import continue_text
+from lm.schema import LanguageModelRun
 
 import zero_jax
-from zero_jax.config import LanguageModelRun
+
+Step = Callable[[TrainState, Batch], tuple[TrainState, jax.Array]]
 
 
-def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, jax.Array]:
-    """One optimizer step on inputs and targets (B, T); the mean loss in nats a byte."""
+def make_step(microbatches: int) -> Step:
+    """Make one optimizer step on inputs and targets (B, T); its loss is a mean, in nats a byte."""
 
-    def loss_fn(params):
-        return mean_loss(state.apply_fn({"params": params}, batch["inputs"]), batch["targets"])
+    def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, jax.Array]:
+        def loss_fn(params, batch: Batch):
+            params = zero_jax.gather_at_use(params, state)
+            return mean_loss(state.apply_fn({"params": params}, batch["inputs"]), batch["targets"])
 
-    loss, grads = jax.value_and_grad(loss_fn)(state.params)
-    return state.apply_gradients(grads=grads), loss
+        loss, grads = value_and_grad(loss_fn, state.params, batch, microbatches)
+        return state.apply_gradients(grads=grads), loss
+
+    return train_step
 
 
 def make_create(cfg: LanguageModelRun, model: GPT) -> Callable[[jax.Array], TrainState]:
@@ -64,7 +72,7 @@ def main(arguments: Arguments) -> None:
         return model.apply({"params": params}, tokens)
 
     state = zero_jax.init_train_state(create, jax.random.key(cfg.run.seed), **zero_options(cfg))
-    jitted_step = jax.jit(train_step, donate_argnums=0)
+    jitted_step = jax.jit(make_step(cfg.step.microbatches), donate_argnums=0)
     validation_loss = make_validation(apply, corpus, cfg.run.eval_batches)
 
     with Run(arguments.config.stem, cfg, zero_jax.layout_of(state)) as run:

@@ -39,6 +39,10 @@ def train_step(model: GPT, optimizer: nnx.Optimizer, batch: Batch) -> jax.Array:
 def main(arguments: Arguments) -> None:
     """Train, validate, sample, report."""
     cfg = arguments.load()
+    if cfg.step.microbatches > 1:
+        raise SystemExit("step.microbatches: this script computes a batch at once; expected 1.")
+    if cfg.zero.model_parallel > 1:
+        raise SystemExit("zero.model_parallel: this model names no dims to cut; expected 1.")
     make_virtual_devices()
     corpus = load_corpus(cfg.data, cfg.model.sequence_length)
     tx = make_optimizer(cfg.optimizer, cfg.run.steps)

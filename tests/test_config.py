@@ -9,6 +9,7 @@ from typing import Literal
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from lm import schema
 
 from zero_jax import config
 
@@ -114,7 +115,7 @@ def test_a_wrong_override_is_blamed_itself_and_not_the_file():
     assert letter("", "first.conut=3").startswith("override 'first.conut=3': [first] has no key")
     assert "expected an integer" in letter("", "first.count.x=3")
     with pytest.raises(ValueError, match=r"^config with overrides: \[model\] hidden=128 is not"):
-        config.from_dict(config.LanguageModelRun, {}, ["model.heads=3"])
+        config.from_dict(schema.LanguageModelRun, {}, ["model.heads=3"])
 
 
 floats = st.floats(allow_nan=False)
@@ -136,10 +137,10 @@ def test_law_what_is_written_is_read_back(outer):
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda p: p.stem)
 def test_the_shipped_configs_are_read_and_written_back(path, tmp_path):
-    run = config.load(config.LanguageModelRun, path)
+    run = config.load(schema.LanguageModelRun, path)
     again = tmp_path / "again.toml"
     again.write_text(config.to_toml(run), encoding="utf-8")
-    assert config.load(config.LanguageModelRun, again) == run
+    assert config.load(schema.LanguageModelRun, again) == run
 
 
 def test_there_are_shipped_configs():
@@ -150,12 +151,12 @@ def test_a_file_that_is_not_toml_is_named(tmp_path):
     path = tmp_path / "broken.toml"
     path.write_text("[run\nsteps = 3")
     with pytest.raises(ValueError, match=r"broken\.toml is not a TOML file: .*line 1"):
-        config.load(config.LanguageModelRun, path)
+        config.load(schema.LanguageModelRun, path)
     path.write_bytes(b"\xff\xfe")
     with pytest.raises(ValueError, match=r"broken\.toml is not a TOML file"):
-        config.load(config.LanguageModelRun, path)
+        config.load(schema.LanguageModelRun, path)
     with pytest.raises(FileNotFoundError):
-        config.load(config.LanguageModelRun, tmp_path / "absent.toml")
+        config.load(schema.LanguageModelRun, tmp_path / "absent.toml")
 
 
 @pytest.mark.parametrize(
@@ -176,5 +177,5 @@ def test_a_file_that_is_not_toml_is_named(tmp_path):
 )
 def test_values_that_no_run_can_have_are_refused(override, words):
     with pytest.raises(ValueError) as error:
-        config.from_dict(config.LanguageModelRun, {}, [override])
+        config.from_dict(schema.LanguageModelRun, {}, [override])
     assert words in str(error.value)

@@ -16,7 +16,7 @@ FLOORS = [
     {"stage", "mesh", "partition", "rules", "precision", "reporting.tables"},
     {"placement", "cuts", "layout", "shortfall", "collectives", "master_weights", "optimizer"},
     {"residence"},
-    {"flax_linen", "flax_nnx", "options", "anatomy", "train_state", "batch"},
+    {"flax_linen", "flax_nnx", "options", "anatomy", "train_state", "batch", "gather_at_use"},
     {"reporting.plots"},
     {"config"},
 ]

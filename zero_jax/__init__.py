@@ -14,6 +14,7 @@ The rooms, from the ground up; each imports only its own floor and lower ones:
   the paper    placement  cuts  layout  shortfall  collectives  master_weights  optimizer
   residence    residence
   the state    flax_linen  flax_nnx  options  anatomy  train_state  batch
+               gather_at_use
   beside       reporting.plots: reads only
   roof         config
 
@@ -22,6 +23,7 @@ every leaf lies, `residence` puts it there, `optimizer` computes the stage insid
 """
 
 from .batch import shard_batch as shard_batch
+from .gather_at_use import gather_at_use as gather_at_use
 from .layout import Layout as Layout
 from .layout import LeafReport as LeafReport
 from .master_weights import MasterWeights as MasterWeights

@@ -6,7 +6,9 @@ from typing import Literal
 
 import tyro
 
-from zero_jax.config import LanguageModelRun, load
+from zero_jax.config import load
+
+from .schema import LanguageModelRun
 
 
 @dataclass(frozen=True)

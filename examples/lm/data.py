@@ -18,7 +18,7 @@ from typing import Any, Protocol, cast
 import grain
 import numpy as np
 
-from zero_jax import config
+from . import schema
 
 # Third-party code is not the standard library, and test folders repeat what they test.
 SKIPPED_FOLDERS = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
@@ -76,7 +76,7 @@ class Windows:
         return {"inputs": window[:-1], "targets": window[1:]}
 
 
-def load_corpus(data: config.Data, sequence_length: int) -> Corpus:
+def load_corpus(data: schema.Data, sequence_length: int) -> Corpus:
     """Read, split and batch the files of `data`.
 
     Args:

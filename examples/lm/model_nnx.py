@@ -10,13 +10,13 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from zero_jax import config
+from . import schema
 
 
 class Block(nnx.Module):
     """Causal attention, then a GELU layer four times as wide; each normed first, then added."""
 
-    def __init__(self, model: config.Model, rngs: nnx.Rngs):
+    def __init__(self, model: schema.Model, rngs: nnx.Rngs):
         width, dtype = model.hidden, jnp.dtype(model.dtype)
         norm = partial(nnx.LayerNorm, dtype=dtype, rngs=rngs)
         linear = partial(nnx.Linear, dtype=dtype, rngs=rngs)
@@ -31,9 +31,8 @@ class Block(nnx.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """Map (B, T, D) to (B, T, D)."""
-        head_width = x.shape[2] // self.heads
         qkv = self.qkv(self.norm_attention(x))
-        q, k, v = jnp.split(qkv.reshape(*x.shape[:2], 3 * self.heads, head_width), 3, axis=2)
+        q, k, v = jnp.split(qkv.reshape(*x.shape[:2], self.heads, -1), 3, axis=3)
         y = jax.nn.dot_product_attention(q, k, v, is_causal=True).reshape(x.shape)
         x = x + self.attention_out(y)
         return x + self.mlp_out(nnx.gelu(self.mlp_in(self.norm_mlp(x))))
@@ -42,7 +41,7 @@ class Block(nnx.Module):
 class GPT(nnx.Module):
     """Logits of the next token at every position; the attributes of `blocks` have a layer dim."""
 
-    def __init__(self, model: config.Model, rngs: nnx.Rngs):
+    def __init__(self, model: schema.Model, rngs: nnx.Rngs):
         dtype, normal = jnp.dtype(model.dtype), nnx.initializers.normal
         self.remat, self.tied_head = model.remat, model.tied_head
         self.embed = nnx.Embed(

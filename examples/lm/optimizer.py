@@ -2,10 +2,10 @@
 
 import optax
 
-from zero_jax import config
+from . import schema
 
 
-def make_optimizer(o: config.Optimizer, steps: int) -> optax.GradientTransformation:
+def make_optimizer(o: schema.Optimizer, steps: int) -> optax.GradientTransformation:
     """Build optimizer, schedule and clipping for a run of `steps`.
 
     The learning rate rises linearly and falls along a cosine to `final_fraction` of its top. A run

@@ -26,6 +26,8 @@ from zero_jax import config
 from zero_jax.reporting import plots
 from zero_jax.reporting.tables import bytes_text
 
+from .schema import LanguageModelRun
+
 COLUMNS: tuple[str, ...] = ("step", "loss", "val_loss", "tokens_per_second", "seconds")
 UNIT = "nats per byte"
 
@@ -37,7 +39,7 @@ class Run:
       folder: where everything is written.
     """
 
-    def __init__(self, name: str, cfg: config.LanguageModelRun, layout: zero_jax.Layout):
+    def __init__(self, name: str, cfg: LanguageModelRun, layout: zero_jax.Layout):
         """Create the folder; write the configuration and the layout.
 
         Args:

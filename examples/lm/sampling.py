@@ -6,14 +6,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from zero_jax import config
-
+from . import schema
 from .loss import Apply, Params
 
 BYTES = 256  # a vocabulary may have more rows; only these are bytes
 
 
-def continue_text(apply: Apply, params: Params, prompt: bytes, run: config.Run) -> bytes:
+def continue_text(apply: Apply, params: Params, prompt: bytes, run: schema.Run) -> bytes:
     """Sample the `run.sample_bytes` bytes that follow `prompt`.
 
     The model sees the last `len(prompt)` bytes at each step, so the prompt is as long as the

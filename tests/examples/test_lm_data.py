@@ -2,9 +2,8 @@
 
 import numpy as np
 import pytest
+from lm import schema
 from lm.data import Windows, find_files, load_corpus, split_by_file
-
-from zero_jax import config
 
 
 @pytest.fixture
@@ -41,7 +40,7 @@ def test_each_file_is_whole_on_one_side_and_stays_there(folder):
 
 def test_a_batch_is_a_function_of_its_step_and_the_seed(folder):
     def corpus(seed):
-        data = config.Data(folder=str(folder), batch_size=4, seed=seed, val_fraction=0.3)
+        data = schema.Data(folder=str(folder), batch_size=4, seed=seed, val_fraction=0.3)
         return load_corpus(data, 32)
 
     one, again, other = corpus(0), corpus(0), corpus(1)
@@ -56,6 +55,6 @@ def test_a_batch_is_a_function_of_its_step_and_the_seed(folder):
 
 
 def test_too_little_text_is_said_in_numbers(folder):
-    data = config.Data(folder=str(folder), batch_size=10_000)
+    data = schema.Data(folder=str(folder), batch_size=10_000)
     with pytest.raises(ValueError, match=r"training side .* windows of 32; a batch needs 10000"):
         load_corpus(data, 32)

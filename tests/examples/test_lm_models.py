@@ -1,15 +1,14 @@
 """The linen model and its NNX twin are one function, whatever the options."""
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 from flax import nnx
-from lm import model, model_nnx
+from lm import model, model_nnx, schema
 from lm.optimizer import make_optimizer
-
-from zero_jax import config
 
 TINY = {"layers": 3, "hidden": 16, "heads": 2, "sequence_length": 12}
 TOKENS = jnp.arange(24).reshape(2, 12) * 10
@@ -19,12 +18,13 @@ def make_params(cfg):
     """Parameters of the linen model, every one random, also those that start at 0 or 1."""
     shapes = jax.eval_shape(model.GPT(cfg).init, jax.random.key(0), TOKENS)["params"]
     random = np.random.default_rng(0)
+    shapes = nn.unbox(shapes)
     return jax.tree.map(lambda x: random.normal(0, 0.2, x.shape).astype(x.dtype), shapes)
 
 
 @pytest.mark.parametrize(("tied_head", "remat"), [(False, False), (True, True)])
 def test_twins_agree_on_the_same_parameters(tied_head, remat):
-    cfg = config.Model(**TINY, tied_head=tied_head, remat=remat)
+    cfg = schema.Model(**TINY, tied_head=tied_head, remat=remat)
     params = make_params(cfg)
     twin = nnx.eval_shape(lambda: model_nnx.GPT(cfg, nnx.Rngs(0)))
     shapes = jax.tree.map(jnp.shape, nnx.to_pure_dict(nnx.state(twin)))
@@ -35,7 +35,7 @@ def test_twins_agree_on_the_same_parameters(tied_head, remat):
 
 
 def test_a_token_does_not_see_what_follows_it():
-    cfg = config.Model(**TINY)
+    cfg = schema.Model(**TINY)
     params = {"params": make_params(cfg)}
     apply = jax.jit(model.GPT(cfg).apply)
     change = jnp.abs(apply(params, TOKENS) - apply(params, TOKENS.at[:, 7].set(255)))
@@ -43,7 +43,7 @@ def test_a_token_does_not_see_what_follows_it():
 
 
 def test_gpt2_small_has_the_parameters_of_gpt2_small():
-    cfg = config.Model(50257, layers=12, hidden=768, heads=12, sequence_length=1024)
+    cfg = schema.Model(50257, layers=12, hidden=768, heads=12, sequence_length=1024)
     tokens = jnp.zeros((1, 8), jnp.int32)
     params = jax.eval_shape(model.GPT(cfg).init, jax.random.key(0), tokens)
     assert sum(leaf.size for leaf in jax.tree.leaves(params)) == 124_439_808
@@ -51,7 +51,7 @@ def test_gpt2_small_has_the_parameters_of_gpt2_small():
 
 @pytest.mark.parametrize("name", ["adamw", "lion", "lamb", "adafactor"])
 def test_every_optimizer_moves_against_the_gradient(name):
-    tx = make_optimizer(config.Optimizer(name=name, clip_norm=1.0), steps=3)
+    tx = make_optimizer(schema.Optimizer(name=name, clip_norm=1.0), steps=3)
     params = {"w": jnp.ones((4, 4))}
     state = tx.init(params)
 

@@ -11,6 +11,7 @@ import jax
 import pytest
 import train_lm
 import train_lm_nnx
+from lm import schema
 from lm.arguments import Arguments
 from lm.model import GPT
 from lm.partitioning import layouts_by_stage
@@ -97,7 +98,7 @@ def test_a_run_leaves_its_folder(folders):
         assert (folder / "bytes_by_stage.png").stat().st_size > 1000
         assert list(folder.glob("events.out.tfevents.*"))
         assert f"stage {stage}" in (folder / "layout.txt").read_text()
-        cfg = config.load(config.LanguageModelRun, folder / "config.toml")
+        cfg = config.load(schema.LanguageModelRun, folder / "config.toml")
         assert cfg.zero.stage == stage and cfg.run.steps == STEPS
 
 
@@ -109,7 +110,7 @@ def test_a_folder_that_holds_a_run_is_not_written_over(folders, tiny):
 @pytest.mark.parametrize("name", ["lm_tiny", "lm_gpt2_small"])
 def test_the_bytes_in_a_shipped_config_are_those_of_its_layout(name):
     path = ROOT / "configs" / f"{name}.toml"
-    cfg = config.load(config.LanguageModelRun, path)
+    cfg = config.load(schema.LanguageModelRun, path)
     create = train_lm.make_create(cfg, GPT(cfg.model))
     for stage, layout in layouts_by_stage(create, cfg).items():
         held = [layout.bytes_per_device[tree] for tree in ("params", "grads", "opt_state")]
