@@ -1,8 +1,10 @@
 """The figures show the numbers they were given, with units, and leave pyplot alone."""
 
+import importlib.util
 import sys
 
 import pytest
+from reporting import plans
 
 from zero_jax.reporting import plots
 
@@ -60,6 +62,121 @@ def test_nothing_to_draw_is_said():
         plots.plot_losses({"training": []})
     with pytest.raises(ValueError, match="at least one stage"):
         plots.plot_bytes_by_stage({}, 8)
+
+
+FOUR = plans.plan(*(plans.forecast(stage, 6 * 10**9) for stage in range(4)))
+
+
+def drawn(plan):
+    """Axes of the figure, and its bars as part -> widths from the first candidate on."""
+    figure = plots.plot_plan(plan)
+    figure.draw_without_rendering()
+    axes = figure.axes[0]
+    bars: dict[str, list[float]] = {}
+    for container in axes.containers:
+        bars.setdefault(str(container.get_label()), []).append(container[0].get_width())
+    return axes, bars
+
+
+def legend(axes) -> list[str]:
+    return [text.get_text() for text in axes.figure.legends[0].get_texts()]
+
+
+def hatched(axes) -> list[bool]:
+    """Of each candidate, whether all of its bar is hatched."""
+    hatches = [bool(container[0].get_hatch()) for container in axes.containers]
+    return [all(hatches[i : i + 5]) for i in range(0, len(hatches), 5)]
+
+
+def test_a_plan_is_drawn_as_stacks_of_its_parts():
+    axes, bars = drawn(FOUR)
+    gib = 6e9 / 2**30  # of one byte a parameter
+    assert bars["parameters"] == pytest.approx([2 * gib, 2 * gib, 2 * gib, 2 * gib / 8])
+    assert bars["gradients"] == pytest.approx([2 * gib, 2 * gib, 2 * gib / 8, 2 * gib / 8])
+    assert bars["optimizer state"] == pytest.approx([12 * gib] + 3 * [12 * gib / 8])
+    assert bars["activations and temporaries"] == pytest.approx(4 * [4 * gib])
+    starts = [container[0].get_x() for container in axes.containers[:5]]
+    assert starts == pytest.approx([0, 2 * gib, 4 * gib, 16 * gib, 16 * gib])  # other: 16 bytes
+    assert [t.get_text() for t in axes.get_yticklabels()] == [str(f.choice) for f in FOUR.forecasts]
+    assert "(GiB)" in axes.get_xlabel()
+    assert "gpt2_xl on h100:8" in axes.get_title("left")
+
+
+def test_sizes_and_verdicts_stand_beside_the_bars():
+    axes, _ = drawn(FOUR)
+    texts = [text.get_text() for text in axes.texts]
+    assert "112 GiB, short of 32.8 GiB" in texts  # 20 x 6e9 bytes - 79 GiB
+    assert "53.1 GiB, fits" in texts  # (2 + 2 + 12 / 8 + 4) x 6e9 bytes
+    assert "67.1 GiB" in texts  # 12 x 6e9 bytes, in the bar
+
+
+def test_what_does_not_fit_is_hatched():
+    axes, _ = drawn(FOUR)
+    assert hatched(axes) == [True, False, False, False]
+    assert "does not fit" in legend(axes)
+    axes, _ = drawn(plans.plan(plans.forecast(3)))
+    assert hatched(axes) == [False]
+    assert "does not fit" not in legend(axes)
+
+
+def test_device_memory_is_a_line_unless_it_dwarfs_the_bars():
+    axes, _ = drawn(FOUR)
+    (line,) = [line for line in axes.lines if line.get_label() == "device memory 79.0 GiB"]
+    assert list(line.get_xdata()) == [79, 79]
+    axes, _ = drawn(plans.plan(plans.forecast(0, 50_000)))
+    assert not axes.lines
+    assert "79.0 GiB each), more than is drawn" in axes.get_title("left")
+
+
+def test_the_compilers_peak_is_a_marker_where_there_is_one():
+    gib = plans.GIB
+    asked = plans.compiled(plans.forecast(2, 6 * 10**9), 40 * gib)
+    axes, _ = drawn(plans.plan(plans.forecast(1, 6 * 10**9), asked))
+    (marks,) = [line for line in axes.lines if line.get_label() == "compiler's peak"]
+    assert list(marks.get_xydata()[0]) == [40, 1.17] and len(marks.get_xydata()) == 1
+    assert "43.3 GiB (compiled 40.0 GiB), fits" in [text.get_text() for text in axes.texts]
+
+
+def test_a_bar_of_many_device_memories_is_cut_off_beside_one_that_fits():
+    huge, small = plans.forecast(0, 10**12), plans.forecast(3)
+    axes, bars = drawn(plans.plan(huge, small))
+    assert axes.get_xlim()[1] == pytest.approx(1.02 * 79)  # device memory, and a margin
+    assert bars["parameters"][0] > axes.get_xlim()[1]
+    arrows = [line for line in axes.lines if line.get_marker() == ">"]
+    assert [list(arrow.get_ydata()) for arrow in arrows] == [[0]]
+    axes, _ = drawn(plans.plan(huge))  # alone it is drawn to its end
+    assert axes.get_xlim()[1] * 2**40 > huge.peak_bytes
+    assert not [line for line in axes.lines if line.get_marker() == ">"]
+
+
+@pytest.mark.parametrize("count", [1, 2, 24])
+def test_no_two_candidates_overlap(count):
+    choices = [(s, r, m) for s in range(4) for r in (False, True) for m in (1, 4, 16)][:count]
+    forecasts = [plans.forecast(s, remat=r, microbatches=m) for s, r, m in choices]
+    figure = plots.plot_plan(plans.plan(*forecasts))
+    figure.draw_without_rendering()
+    (axes,) = figure.axes
+    boxes = [label.get_window_extent() for label in axes.get_yticklabels()]
+    assert len(boxes) == count
+    assert all(above.y0 > below.y1 for above, below in zip(boxes, boxes[1:], strict=False))
+    page = figure.bbox
+    texts = [*axes.texts, *axes.get_yticklabels(), axes.title, *figure.legends[0].get_texts()]
+    for text in texts:
+        box = text.get_window_extent()
+        assert page.x0 <= box.x0 and box.x1 <= page.x1, text.get_text()
+
+
+def test_a_name_with_dollars_is_drawn_as_it_is():
+    axes, _ = drawn(plans.plan(plans.forecast(1), program="a$\\no_such$b"))
+    assert axes.get_title("left").startswith("a$\\no_such$b on")
+
+
+def test_without_matplotlib_the_extra_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib.artist", None)
+    spec = importlib.util.spec_from_file_location("zero_jax.reporting.again", plots.__file__)
+    assert spec is not None and spec.loader is not None
+    with pytest.raises(ImportError, match=r"pip install 'zero_jax\[plan\]'"):
+        spec.loader.exec_module(importlib.util.module_from_spec(spec))
 
 
 def test_a_figure_is_saved_without_pyplot(tmp_path):
