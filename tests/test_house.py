@@ -17,8 +17,49 @@ FLOORS = [
     {"placement", "cuts", "layout", "shortfall", "collectives", "master_weights", "optimizer"},
     {"residence"},
     {"flax_linen", "flax_nnx", "options", "anatomy", "train_state", "batch", "gather_at_use"},
-    {"reporting.plots"},
-    {"config"},
+    {
+        *(
+            "reporting." + room
+            for room in (
+                "audit_table",
+                "doctor_table",
+                "flights",
+                "hlo",
+                "hlo_text",
+                "hlo_walk",
+                "loop_trips",
+                "matmul_flops",
+                "page",
+                "plan_svg",
+                "plan_table",
+                "plan_words",
+                "plots",
+                "replica_groups",
+                "rings",
+                "schedule",
+                "wire",
+            )
+        ),
+        *(
+            "planning." + room
+            for room in (
+                "activations",
+                "communication",
+                "doctor",
+                "fit",
+                "forecast",
+                "gpu_target",
+                "hardware",
+                "liveness",
+                "memory",
+                "program",
+                "propagation",
+                "topology",
+                "traced",
+            )
+        ),
+    },
+    {"config", "cli", "__main__"},
 ]
 DRAWERS = {"utils", "util", "helpers", "common", "base", "core", "misc"}
 

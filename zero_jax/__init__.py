@@ -15,8 +15,14 @@ The rooms, from the ground up; each imports only its own floor and lower ones:
   residence    residence
   the state    flax_linen  flax_nnx  options  anatomy  train_state  batch
                gather_at_use
-  beside       reporting.plots: reads only
-  roof         config
+  beside, reads only
+    planning   closed forms: memory  activations  communication
+               machines:     hardware  gpu_target  topology  doctor
+               forecasts:    program  traced  propagation  liveness  forecast  fit
+    reporting  the audit:    hlo  hlo_text  hlo_walk  flights  rings  wire  replica_groups
+                             loop_trips  matmul_flops  schedule  audit_table
+               for people:   plan_table  plan_words  plan_svg  page  plots  doctor_table
+  roof         config  cli  __main__
 
 A training state goes through them in this order: `anatomy` takes it apart, `layout` decides where
 every leaf lies, `residence` puts it there, `optimizer` computes the stage inside the user's step.

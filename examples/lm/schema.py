@@ -159,11 +159,11 @@ class LanguageModelRun:
     """The whole file: one field for each section.
 
     Attributes:
-      program: file and function that build this run for `zero-jax plan`; the file is found from
-        the folder of the configuration.
+      program: file and function that build this run for `zero-jax plan`, the file as seen from the
+        folder of the configuration; left out, there is nothing to plan.
     """
 
-    program: str = "../examples/plan_lm.py:program"
+    program: str | None = None
     model: Model = Model()
     data: Data = Data()
     optimizer: Optimizer = Optimizer()

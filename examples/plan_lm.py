@@ -1,0 +1,48 @@
+"""The language-model run of `train_lm.py` as `zero-jax plan` wants it: built, not trained.
+
+    zero-jax plan configs/lm_gpt2_small.toml --topology h100:8
+
+The state, the step and the options are those of the training script.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from lm.model import GPT
+from lm.partitioning import zero_options
+from lm.schema import LanguageModelRun
+from train_lm import make_create, make_step
+
+from zero_jax.config import load
+from zero_jax.planning.program import Choice, Program
+
+
+def program(
+    config: Path, overrides: Sequence[str], choice: Choice | None, devices: Sequence[Any]
+) -> Program:
+    """Build the run that `config` describes, at a choice, on devices that may be compile-only.
+
+    Raises:
+      OSError, ValueError: the configuration cannot be read, or not be built on these devices.
+    """
+    cfg = load(LanguageModelRun, config, overrides)
+    if choice is None:
+        choice = Choice(cfg.zero.stage, cfg.model.remat, cfg.step.microbatches)
+    cfg = replace(cfg, model=replace(cfg.model, remat=choice.remat))
+    options = zero_options(cfg, devices)
+    del options["stage"]
+    tokens = jax.ShapeDtypeStruct((cfg.data.batch_size, cfg.model.sequence_length), jnp.int32)
+    return Program(
+        name=config.stem,
+        choice=choice,
+        create=make_create(cfg, GPT(cfg.model)),
+        arguments=(jax.eval_shape(lambda: jax.random.key(0)),),
+        step=make_step(choice.microbatches),
+        batch={"inputs": tokens, "targets": tokens},
+        rows=cfg.data.batch_size,
+        options=options,
+    )

@@ -1,0 +1,128 @@
+"""The command line: `zero-jax plan` and `zero-jax doctor`.
+
+Both only read. What they print is made elsewhere (`planning`, `reporting`); here are the words of
+the command line, and that a mistake ends in a letter and not in a traceback.
+"""
+
+import os
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import jax
+import tyro
+from rich.console import Console
+from rich.text import Text
+
+from .planning import doctor as examination
+from .planning.fit import STAGES, Plan, make_planner
+from .planning.fit import plan as make_plan
+from .planning.hardware import memory_size
+from .planning.program import find_builder
+from .planning.topology import parse_topology
+from .reporting.doctor_table import doctor_table
+from .reporting.page import plan_page
+from .reporting.plan_table import plan_json, plan_table
+
+_EXAMPLES = """\
+examples:
+  zero-jax plan configs/lm_gpt2_small.toml --topology h100:8 --stage all
+  zero-jax plan configs/gpt_175b.toml --topology a100-80:64x8 --compile --html plan.html
+  zero-jax plan configs/gpt_13b.toml --topology a100-40:16x8 --memory 32GB --set data.batch_size=128
+  zero-jax doctor
+  zero-jax --tyro-print-completion bash        # a completion script, also for zsh and tcsh
+"""
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Run the command line; exits with 1 and a letter where something cannot be done."""
+    # What XLA logs is repeated in what it raises.
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+    commands: dict[str, Callable[..., Any]] = {"plan": plan, "doctor": doctor}
+    try:
+        with _warnings_as_notes():
+            tyro.extras.subcommand_cli_from_dict(
+                commands,
+                prog="zero-jax",
+                description=f"ZeRO for JAX: know before you run.\n\n{_EXAMPLES}",
+                args=arguments,
+            )
+    except (ImportError, OSError, RuntimeError, TypeError, ValueError) as error:
+        if os.environ.get("ZERO_JAX_TRACEBACK"):
+            raise
+        Console(stderr=True).print(Text(f"zero-jax: {error}"), soft_wrap=True)
+        raise SystemExit(1) from None
+
+
+def plan(
+    config: tyro.conf.Positional[Path],
+    /,
+    topology: str,
+    stage: Literal["own", "all", "0", "1", "2", "3"] = "own",
+    compile: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False,
+    memory: str | None = None,
+    set: tyro.conf.UseAppendAction[tuple[str, ...]] = (),
+    json: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False,
+    plot: Path | None = None,
+    html: Path | None = None,
+) -> None:
+    """Say what a run will need: memory, communication and time on each device, and whether it fits.
+
+    Predicted in seconds from shapes and a trace; with --compile the real compiler for that machine
+    answers too, without the machine. The smallest change that fits is named.
+
+    Args:
+      config: TOML file of the run, such as configs/gpt_175b.toml.
+      topology: The machine: h100:8x8 (nodes x GPUs), v5p:4x4x4 (TPU torus), cpu:8.
+      stage: ZeRO stage; all for 0 to 3, own for the configuration's.
+      compile: Compile every candidate for the machine; needs the extra plan.
+      memory: Memory of one device, such as 32GB or 24GiB; by default the accelerator's.
+      set: Override a key of the file, as section.key=value. May be given many times.
+      json: Print JSON instead of tables; bytes and seconds.
+      plot: Write a picture of the memory, PNG, SVG or PDF.
+      html: Write one self-contained page.
+    """
+    machine = parse_topology(topology)
+    # Planning must not take the devices of a run that is going on here.
+    jax.config.update("jax_platforms", "cpu")
+    if machine.accelerator.platform == "cpu":
+        jax.config.update("jax_num_cpu_devices", machine.devices)
+    memory_bytes = None if memory is None else memory_size(memory)
+    planner = make_planner(
+        find_builder(config), config, topology, overrides=set, memory_bytes=memory_bytes
+    )
+    stages = {"own": None, "all": STAGES}.get(stage) if stage in ("own", "all") else [int(stage)]
+    made = make_plan(planner, stages, compile=compile)
+    if json:
+        sys.stdout.write(plan_json(made) + "\n")
+    else:
+        Console().print(plan_table(made))
+    _write_pictures(made, plot, html)
+
+
+def doctor() -> None:
+    """Say what is here: versions, devices, memory, compile targets, one collective's bandwidth."""
+    Console().print(doctor_table(examination.examine()))
+
+
+def _write_pictures(made: Plan, plot: Path | None, html: Path | None) -> None:
+    if html is not None:
+        html.write_text(plan_page(made), encoding="utf-8")
+    if plot is not None:
+        from .reporting.plots import plot_plan  # matplotlib, which a plan in text does not need
+
+        plot_plan(made).savefig(plot)
+
+
+@contextmanager
+def _warnings_as_notes() -> Iterator[None]:
+    """Collect what the library warns of, and say each thing once, after the rest."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        yield
+    console = Console(stderr=True)
+    for text in dict.fromkeys(str(w.message) for w in caught):
+        console.print(Text(f"note: {text}"), soft_wrap=True)

@@ -1,0 +1,186 @@
+"""Which candidate fits: a plan of one program on one machine.
+
+Candidates differ from the configuration in the ZeRO stage, in recomputing layers and in
+microbatches. The smallest change that fits is looked for in order: nothing changed, then one thing,
+then two, then three; among changes of the same number the one with the shortest predicted step.
+
+Not here: other batch sizes, other models, tensor parallelism; those change the training.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+
+from ..reporting.tables import bytes_text
+from .forecast import Forecast, forecast, row_parts, verified
+from .program import Builder, Choice, Program
+from .topology import Topology, compile_only_devices, parse_topology
+
+STAGES = (0, 1, 2, 3)
+MICROBATCHES = (1, 2, 4, 8, 16)
+CONVENTION = (
+    "bytes are counted leaf by leaf; in mixed precision Adam takes 16 a parameter: 2 + 2 for "
+    "parameters and gradients, 12 for master copy and moments (arXiv 1910.02054, section 3.1)"
+)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A program on a machine.
+
+    Attributes:
+      program: its name.
+      topology, memory_bytes: the machine; what one device has for a program.
+      convention: how bytes are counted.
+      parameters: of the model.
+      forecasts: one for each stage asked for, with the configuration's other choices.
+      smallest_change: the candidate nearest to the configuration that fits; None if none does.
+      advice: what to do, in a sentence.
+    """
+
+    program: str
+    topology: str
+    memory_bytes: int
+    convention: str
+    parameters: int
+    forecasts: tuple[Forecast, ...]
+    smallest_change: Forecast | None
+    advice: str
+
+
+@dataclass(frozen=True)
+class Planner:
+    """A configuration on a machine: builds its program at any choice.
+
+    Attributes:
+      build: the configuration's builder (`program.find_builder`).
+      config, overrides: the file, and texts `section.key=value`.
+      topology: the machine.
+      memory_bytes: of one device.
+    """
+
+    build: Builder
+    config: Path
+    overrides: tuple[str, ...]
+    topology: Topology
+    memory_bytes: int
+
+    def program(self, choice: Choice | None = None) -> Program:
+        """The program at a choice, by default at the configuration's own."""
+        devices = compile_only_devices(self.topology)
+        return self.build(self.config, self.overrides, choice, devices)
+
+    def forecast(self, choice: Choice, *, compile: bool = False) -> Forecast:
+        """What the program needs at a choice."""
+        return forecast(self.program(choice), self.topology, self.memory_bytes, compile=compile)
+
+
+def make_planner(
+    build: Builder,
+    config: Path,
+    topology: str,
+    *,
+    overrides: Sequence[str] = (),
+    memory_bytes: int | None = None,
+) -> Planner:
+    """Make a planner for a machine.
+
+    Args:
+      build: from `find_builder`.
+      config: the configuration's file.
+      topology: such as "h100:8x8"; see `topology.parse_topology`.
+      overrides: texts `section.key=value`.
+      memory_bytes: of one device; by default what the accelerator has. A CPU needs it.
+
+    Raises:
+      ValueError: the topology is not known, or the memory of its devices is not.
+    """
+    machine = parse_topology(topology)
+    memory_bytes = machine.accelerator.memory_bytes if memory_bytes is None else memory_bytes
+    if memory_bytes < 1:
+        raise ValueError(
+            f"memory: that of {machine.accelerator.name!r} devices is not known; say how much one "
+            "of them has, such as 16GiB."
+        )
+    return Planner(build, config, tuple(overrides), machine, memory_bytes)
+
+
+def plan(planner: Planner, stages: Sequence[int] | None = None, *, compile: bool = False) -> Plan:
+    """Forecast a configuration at some stages, and find the smallest change that fits.
+
+    Args:
+      planner: from `make_planner`.
+      stages: of the forecasts; by default the configuration's own.
+      compile: whether each of them, and the change, is verified by compiling it.
+    """
+    own = planner.program()
+    choices = [Choice(s, own.choice.remat, own.choice.microbatches) for s in stages or ()]
+    forecasts = tuple(
+        planner.forecast(choice, compile=compile) for choice in choices or [own.choice]
+    )
+    smallest, nearest = find_smallest_change(planner, own, forecasts, compile=compile)
+    return Plan(
+        program=own.name,
+        topology=planner.topology.text,
+        memory_bytes=planner.memory_bytes,
+        convention=CONVENTION,
+        parameters=forecasts[0].parameters,
+        forecasts=forecasts,
+        smallest_change=smallest,
+        advice=_advice(own.choice, smallest, nearest),
+    )
+
+
+def find_smallest_change(
+    planner: Planner, own: Program, known: Sequence[Forecast] = (), *, compile: bool = False
+) -> tuple[Forecast | None, Forecast]:
+    """Find the candidate nearest to a program that fits.
+
+    Args:
+      planner: of the program.
+      own: the program as it is configured.
+      known: forecasts that need not be made again.
+      compile: whether a candidate has to fit by the compiler's word.
+
+    Returns:
+      The candidate, None if none fits, and the one that needs least.
+    """
+    made = {f.choice: f for f in known}
+    nearest: Forecast | None = None
+    for group in _by_number_of_changes(own.choice, own.rows // row_parts(own)):
+        found = [made.get(choice) or planner.forecast(choice) for choice in group]
+        for one in sorted(found, key=lambda f: (f.step_seconds, f.choice.stage)):
+            if compile and one.fits and one.compiled is None:
+                one = verified(one, planner.program(one.choice), planner.topology)
+            if one.fits:
+                return one, one
+            if nearest is None or one.missing_bytes < nearest.missing_bytes:
+                nearest = one
+    assert nearest is not None
+    return None, nearest
+
+
+def _by_number_of_changes(own: Choice, rows: int) -> Iterator[list[Choice]]:
+    """All choices for a device that has so many rows of a batch, those with fewer changes first."""
+    every = [Choice(*one) for one in product(STAGES, (False, True), MICROBATCHES)]
+
+    def changes(choice: Choice) -> int:
+        pairs = zip(vars(choice).values(), vars(own).values(), strict=True)
+        return sum(a != b for a, b in pairs)
+
+    yield [own]
+    for number in (1, 2, 3):
+        yield [c for c in every if changes(c) == number and rows % c.microbatches == 0]
+
+
+def _advice(own: Choice, smallest: Forecast | None, nearest: Forecast) -> str:
+    if smallest is None:
+        return (
+            f"Nothing fits: {nearest.choice} needs least, and is short of "
+            f"{bytes_text(nearest.missing_bytes)} on each device. Take more devices, a smaller "
+            "batch, or a smaller model."
+        )
+    if smallest.choice == own:
+        return f"Fits as it is ({own})."
+    return f"The smallest change that fits: {smallest.choice} instead of {own}."

@@ -1,0 +1,281 @@
+"""What one candidate will need: predicted from its trace, and on request the compiler's word.
+
+  model states      exact, leaf by leaf, from the layout (`memory.from_layout`)
+  activations       the traced step's temporaries (`liveness`), with its margin
+  wire bytes        leaf by leaf, from the layout (`communication.from_layout`), and what tensor
+                    parallelism sums (`traced.Region.summed_bytes`)
+  seconds           at the accelerator's peak rates: matmuls of the traced step, or the transfers if
+                    those take longer (all that can be hidden is), then the state read and written
+                    once by the update. A bound from below, not a promise
+
+Compiled, the same program answers for itself: memory from the executable, bytes on the wire and
+exposed transfers from its audit (`reporting.hlo`).
+"""
+
+import math
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from ..batch import shard_batch
+from ..layout import Layout
+from ..placement import Placement
+from ..reporting.hlo import audit
+from ..reporting.schedule import transfer_seconds
+from ..rules import match
+from ..train_state import init_train_state, layout_of
+from . import communication, memory
+from .liveness import MARGIN, temporaries_bytes
+from .program import Choice, Program
+from .topology import Topology
+from .traced import trace
+
+Tree = Any
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """The compiler's word on one candidate, for one device.
+
+    Attributes:
+      argument_bytes, temp_bytes, peak_bytes, host_bytes: of its memory, and of the host's.
+      wire_bytes_by_kind: kind of collective -> bytes sent in a step.
+      exposed_seconds: transfers that no matmul hides; NaN where rates are not known.
+      compile_seconds: what lowering and compiling took here.
+    """
+
+    argument_bytes: int
+    temp_bytes: int
+    peak_bytes: int
+    host_bytes: int
+    wire_bytes_by_kind: Mapping[str, int]
+    exposed_seconds: float
+    compile_seconds: float
+
+    @property
+    def wire_bytes(self) -> int:
+        """Bytes that one device sends in one step."""
+        return sum(self.wire_bytes_by_kind.values())
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """What one candidate needs, on each device.
+
+    Attributes:
+      choice: the candidate.
+      topology, devices: where it runs.
+      memory_bytes: what a device has for a program.
+      parameters: of the model.
+      params_bytes, grads_bytes, optimizer_bytes: model states, exact.
+      other_bytes: further leaves of the state, and the batch.
+      temporaries_bytes: what the predicted peak has beyond those: activations, and the rest.
+      host_bytes: in the host's memory.
+      wire_bytes_by_kind: kind of collective -> bytes sent in a step, predicted.
+      compute_seconds, transfer_seconds, step_seconds: predicted; NaN where rates are not known.
+      compiled: the compiler's word, if it was asked and compiled the step.
+      refusal: why it did not, in its words; "" if it did.
+    """
+
+    choice: Choice
+    topology: str
+    devices: int
+    memory_bytes: int
+    parameters: int
+    params_bytes: int
+    grads_bytes: int
+    optimizer_bytes: int
+    other_bytes: int
+    temporaries_bytes: int
+    host_bytes: int
+    wire_bytes_by_kind: Mapping[str, int]
+    compute_seconds: float
+    transfer_seconds: float
+    step_seconds: float
+    compiled: Compiled | None = None
+    refusal: str = ""
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most that a device holds, predicted."""
+        states_bytes = self.params_bytes + self.grads_bytes + self.optimizer_bytes
+        return states_bytes + self.other_bytes + self.temporaries_bytes
+
+    @property
+    def missing_bytes(self) -> int:
+        """By how much a device is too small: the compiler's word, else the prediction; 0 if not."""
+        peak_bytes = self.compiled.peak_bytes if self.compiled else self.peak_bytes
+        return max(0, peak_bytes - self.memory_bytes)
+
+    @property
+    def fits(self) -> bool:
+        """Whether a device has the memory, and the compiler, if asked, compiled the step."""
+        return not self.missing_bytes and not self.refusal
+
+    @property
+    def wire_bytes(self) -> int:
+        """Bytes that one device sends in one step, predicted."""
+        return sum(self.wire_bytes_by_kind.values())
+
+
+def forecast(
+    program: Program, topology: Topology, memory_bytes: int, *, compile: bool = False
+) -> Forecast:
+    """Predict what a program needs, and ask the compiler if `compile`.
+
+    Args:
+      program: built for the devices of `topology`.
+      topology: the machine.
+      memory_bytes: of one device.
+    """
+    state, batch, layout = lay_out(program)
+    region = trace(program.step, state, batch)
+    temporaries = temporaries_bytes(region, topology.accelerator.platform)
+    states = memory.from_layout(layout)
+    held_bytes = states.params_bytes + states.optimizer_bytes
+    other_bytes = states.other_bytes + _batch_bytes(batch)
+    walked_bytes = held_bytes + other_bytes + temporaries
+    margin = math.ceil(MARGIN[topology.accelerator.platform] * walked_bytes)
+    beyond_bytes = temporaries + margin + _gathered_leaf_bytes(layout, program.options)
+    grads_bytes = min(states.grads_bytes, beyond_bytes)
+    traffic = communication.from_layout(
+        layout,
+        microbatches=program.choice.microbatches,
+        regather="layer" if program.choice.remat else "keep",
+    )
+    rates, sent = topology.accelerator, traffic.total
+    compute = region.matmul_flops / rates.matmul_flops
+    transfer = sum(
+        transfer_seconds(
+            "ring", wire.total_bytes, _groups(layout.mesh, axes), rates, topology.devices_per_node
+        )
+        for axes, wire in traffic.by_axes.items()
+    )
+    transfer += region.summed_bytes / rates.link_bandwidth
+    update = 2 * held_bytes / rates.memory_bandwidth
+    predicted = Forecast(
+        choice=program.choice,
+        topology=topology.text,
+        devices=layout.mesh.size,
+        memory_bytes=memory_bytes,
+        parameters=sum(math.prod(p.leaf.shape) for p in jax.tree.leaves(layout.params)),
+        params_bytes=states.params_bytes,
+        grads_bytes=grads_bytes,
+        optimizer_bytes=states.optimizer_bytes,
+        other_bytes=other_bytes,
+        temporaries_bytes=beyond_bytes - grads_bytes,
+        host_bytes=states.host_bytes,
+        wire_bytes_by_kind={
+            "all-gather": sent.all_gather_bytes,
+            "reduce-scatter": sent.reduce_scatter_bytes,
+            "all-reduce": sent.all_reduce_bytes + region.summed_bytes,
+        },
+        compute_seconds=compute,
+        transfer_seconds=transfer,
+        step_seconds=max(compute, transfer) + update,
+    )
+    return verified(predicted, program, topology) if compile else predicted
+
+
+def verified(predicted: Forecast, program: Program, topology: Topology) -> Forecast:
+    """The same forecast with the compiler's word."""
+    try:
+        return replace(predicted, compiled=ask_compiler(program, topology))
+    except jax.errors.JaxRuntimeError as error:  # out of memory on TPU, say: that is an answer
+        return replace(predicted, refusal=str(error).partition("\n")[0])
+
+
+def lay_out(program: Program) -> tuple[Tree, Tree, Layout]:
+    """The program's state and batch, abstract and laid out, and the layout.
+
+    Raises:
+      ValueError: the rows do not divide, by the devices that share them and the microbatches.
+    """
+    state = _state(program)
+    layout = layout_of(state)
+    parts = _row_parts(layout) * program.choice.microbatches
+    if program.rows % parts:
+        raise ValueError(
+            f"{program.name}: a batch of {program.rows} rows is computed in {parts} parts (devices "
+            f"that share it, times {program.choice.microbatches} microbatches); expected a "
+            "multiple of that."
+        )
+    return state, shard_batch(program.batch, state), layout
+
+
+def row_parts(program: Program) -> int:
+    """Into how many parts the program's mesh divides the rows of a batch."""
+    return _row_parts(layout_of(_state(program)))
+
+
+def ask_compiler(program: Program, topology: Topology) -> Compiled:
+    """Compile a program's step for its devices, and audit it.
+
+    Raises:
+      jax.errors.JaxRuntimeError: the compiler refuses; that for TPU does so when memory is short.
+    """
+    state, batch, layout = lay_out(program)
+    began = time.perf_counter()
+    compiled = jax.jit(program.step, donate_argnums=0).lower(state, batch).compile()
+    seconds = time.perf_counter() - began
+    nodes = topology.devices_per_node if topology.nodes > 1 else None
+    found = audit(compiled, layout.mesh, topology.accelerator, nodes)
+    assert found.memory is not None
+    return Compiled(
+        argument_bytes=found.memory.argument_bytes,
+        temp_bytes=found.memory.temp_bytes,
+        peak_bytes=found.memory.peak_bytes,
+        host_bytes=found.memory.host_peak_bytes,
+        wire_bytes_by_kind=found.bytes_by_kind,
+        exposed_seconds=math.nan if found.exposed_seconds is None else found.exposed_seconds,
+        compile_seconds=seconds,
+    )
+
+
+def _state(program: Program) -> Tree:
+    stage = program.choice.stage
+    return init_train_state(program.create, *program.arguments, stage=stage, **program.options)
+
+
+def _row_parts(layout: Layout) -> int:
+    return math.prod(layout.mesh.shape[a] for a in layout.batch_axes)
+
+
+def _batch_bytes(batch: Tree) -> int:
+    return sum(
+        math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
+        for x in jax.tree.leaves(batch)
+    )
+
+
+def _gathered_leaf_bytes(layout: Layout, options: Mapping[str, Any]) -> int:
+    """The largest parameter as a layer reads it: gathered over the data axis, one of a stack."""
+    placements: list[Placement] = jax.tree.leaves(layout.params)
+    rules = match(options.get("rules") or {}, [p.leaf.path for p in placements])
+
+    def unit(p: Placement) -> int:
+        whole = math.prod(p.gathered.shard_shape(p.leaf.shape)) * p.leaf.dtype.itemsize
+        stacked = rules.get(p.leaf.path) == "stacked"
+        return whole // max(1, p.leaf.shape[0]) if stacked else whole
+
+    return max(map(unit, placements), default=0)
+
+
+def _groups(mesh: Mesh, axes: Sequence[str]) -> Sequence[Sequence[int]]:
+    """Positions of the devices that meet in rings over `axes`, all other axes fixed."""
+    positions = np.arange(mesh.size).reshape(mesh.devices.shape)
+    names = [name for axis in axes for name in mesh.axis_names if _is_part(name, axis)]
+    last = [mesh.axis_names.index(name) for name in names]
+    first = [d for d in range(positions.ndim) if d not in last]
+    size = math.prod(mesh.shape[name] for name in names)
+    return positions.transpose(*first, *last).reshape(-1, size).tolist()
+
+
+def _is_part(name: str, axis: str) -> bool:
+    """Whether `name` is the axis, or a prime part of it on a refined mesh."""
+    return name == axis or name.startswith(f"{axis}_")
