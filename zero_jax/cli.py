@@ -8,7 +8,7 @@ import os
 import sys
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -89,7 +89,8 @@ def plan(
     # Planning must not take the devices of a run that is going on here.
     jax.config.update("jax_platforms", "cpu")
     if machine.accelerator.platform == "cpu":
-        jax.config.update("jax_num_cpu_devices", machine.devices)
+        with suppress(RuntimeError):  # JAX runs already and keeps its devices: these are planned on
+            jax.config.update("jax_num_cpu_devices", machine.devices)
     memory_bytes = None if memory is None else memory_size(memory)
     planner = make_planner(
         find_builder(config), config, topology, overrides=set, memory_bytes=memory_bytes

@@ -92,6 +92,31 @@ def test_stages_0_and_3_train_alike(folders):
     assert float(plain[-1]["loss"]) < first
 
 
+def test_microbatches_and_tensor_parallelism_train_alike(tiny, tmp_path):
+    """Four runs of the same 16 rows a step: their losses differ by rounding."""
+    runs = {
+        "plain": (0, ()),
+        "microbatches": (2, ("step.microbatches=2",)),
+        "tensor parallel": (1, ("zero.model_parallel=2",)),
+        "both, at stage 3": (3, ("step.microbatches=4", "zero.model_parallel=2")),
+    }
+    losses = {}
+    for name, (stage, overrides) in runs.items():
+        quick = ("data.batch_size=16", "run.eval_batches=1", "run.sample_bytes=0")
+        run(train_lm, tiny, stage, *quick, *overrides, f"run.folder={tmp_path.as_posix()}/{name}")
+        losses[name] = [float(row["loss"]) for row in metrics(tmp_path / name)]
+    for name in runs:
+        assert losses[name] == pytest.approx(losses["plain"], abs=1e-4 * losses["plain"][0]), name
+    layout = (tmp_path / "tensor parallel" / "layout.txt").read_text()
+    assert "data=4, model=2" in layout and "'model'" in layout
+
+
+def test_what_the_nnx_script_does_not_do_is_said(tiny):
+    for override in ("step.microbatches=2", "zero.model_parallel=2"):
+        with pytest.raises(SystemExit, match="expected 1"):
+            run(train_lm_nnx, tiny, 2, override)
+
+
 def test_a_run_leaves_its_folder(folders):
     for stage, folder in zip((0, 3), folders, strict=True):
         assert (folder / "loss.png").stat().st_size > 1000

@@ -141,7 +141,8 @@ def test_tpu_memory_is_what_libtpu_leaves_to_a_program(text):
     available = re.search(r"available HBM \(([\d.]+)G\)", str(caught.value))
     assert available is not None
     memory_bytes = parse_topology(text).accelerator.memory_bytes
-    assert memory_bytes / GIB == pytest.approx(float(available[1]), abs=0.005)
+    # printed to 0.01, and libtpu 0.0.42 leaves 0.01 GiB more than 0.0.50
+    assert memory_bytes / GIB == pytest.approx(float(available[1]), abs=0.015)
 
 
 @aot
@@ -204,7 +205,7 @@ def test_without_jax_platforms(first):
 
     Two processes hold libtpu at once here.
     """
-    compile_only_devices("v5e:1x1")
+    compile_only_devices("v5e:2x2")
     program = f"""
 import jax
 {first}

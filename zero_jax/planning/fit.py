@@ -163,7 +163,8 @@ def find_smallest_change(
 
 def _by_number_of_changes(own: Choice, rows: int) -> Iterator[list[Choice]]:
     """All choices for a device that has so many rows of a batch, those with fewer changes first."""
-    every = [Choice(*one) for one in product(STAGES, (False, True), MICROBATCHES)]
+    microbatches = sorted({*MICROBATCHES, own.microbatches})
+    every = [Choice(*one) for one in product(STAGES, (False, True), microbatches)]
 
     def changes(choice: Choice) -> int:
         pairs = zip(vars(choice).values(), vars(own).values(), strict=True)
@@ -176,10 +177,12 @@ def _by_number_of_changes(own: Choice, rows: int) -> Iterator[list[Choice]]:
 
 def _advice(own: Choice, smallest: Forecast | None, nearest: Forecast) -> str:
     if smallest is None:
+        short = f"is short of {bytes_text(nearest.missing_bytes)} on each device"
+        if nearest.refusal:
+            short = f"the compiler refuses it ({nearest.refusal})"
         return (
-            f"Nothing fits: {nearest.choice} needs least, and is short of "
-            f"{bytes_text(nearest.missing_bytes)} on each device. Take more devices, a smaller "
-            "batch, or a smaller model."
+            f"Nothing fits: {nearest.choice} needs least, and {short}. Take more devices, a "
+            "smaller batch, or a smaller model."
         )
     if smallest.choice == own:
         return f"Fits as it is ({own})."

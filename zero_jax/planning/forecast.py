@@ -28,6 +28,7 @@ from ..placement import Placement
 from ..reporting.hlo import audit
 from ..reporting.schedule import transfer_seconds
 from ..rules import match
+from ..shortfall import warn
 from ..train_state import init_train_state, layout_of
 from . import communication, memory
 from .liveness import MARGIN, temporaries_bytes
@@ -136,12 +137,20 @@ def forecast(
     state, batch, layout = lay_out(program)
     region = trace(program.step, state, batch)
     temporaries = temporaries_bytes(region, topology.accelerator.platform)
+    params: list[Placement] = jax.tree.leaves(layout.params)
+    is_cut = any(p.rest != p.gathered for p in params)
+    if layout.stage.partitions_parameters and is_cut and not region.gathers:
+        warn(
+            f"{program.name}, stage {int(layout.stage)}: the step gathers no parameter where it is "
+            "used, so XLA may move activations instead and the predicted peak is no bound. Use "
+            "zero_jax.gather_at_use in the loss, or ask the compiler."
+        )
     states = memory.from_layout(layout)
     held_bytes = states.params_bytes + states.optimizer_bytes
     other_bytes = states.other_bytes + _batch_bytes(batch)
     walked_bytes = held_bytes + other_bytes + temporaries
     margin = math.ceil(MARGIN[topology.accelerator.platform] * walked_bytes)
-    beyond_bytes = temporaries + margin + _gathered_leaf_bytes(layout, program.options)
+    beyond_bytes = temporaries + margin + _gathered_leaf_bytes(layout, program.options) // 2
     grads_bytes = min(states.grads_bytes, beyond_bytes)
     traffic = communication.from_layout(
         layout,
@@ -163,7 +172,7 @@ def forecast(
         topology=topology.text,
         devices=layout.mesh.size,
         memory_bytes=memory_bytes,
-        parameters=sum(math.prod(p.leaf.shape) for p in jax.tree.leaves(layout.params)),
+        parameters=sum(math.prod(p.leaf.shape) for p in params),
         params_bytes=states.params_bytes,
         grads_bytes=grads_bytes,
         optimizer_bytes=states.optimizer_bytes,
@@ -238,8 +247,14 @@ def ask_compiler(program: Program, topology: Topology) -> Compiled:
 
 
 def _state(program: Program) -> Tree:
+    """The state, abstract also where its devices are here and `create` needs no argument."""
+    described = jax.ShapeDtypeStruct((), np.bool_)  # one such argument, and nothing is allocated
+
+    def create(_: Any, *arguments: Any) -> Any:
+        return program.create(*arguments)
+
     stage = program.choice.stage
-    return init_train_state(program.create, *program.arguments, stage=stage, **program.options)
+    return init_train_state(create, described, *program.arguments, stage=stage, **program.options)
 
 
 def _row_parts(layout: Layout) -> int:

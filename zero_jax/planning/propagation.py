@@ -35,7 +35,8 @@ def propagate(region: Region) -> None:
         for value in op.inputs:
             uses.setdefault(value, []).append(_backward(op, value))
         for inner in op.regions:
-            _enter(op, inner)
+            if op.name != "shard_map":  # in its body shapes are those of one device already
+                _enter(op, inner)
             propagate(inner)
 
 
@@ -63,8 +64,10 @@ def _forward(op: Operation) -> list[Cut]:
 
 def _backward(op: Operation, value: Value) -> Cut:
     """The cut in which this operation reads one of its inputs, from those of its outputs."""
-    (y, *more) = op.outputs
     whole = (1,) * len(value.shape)
+    if not op.outputs:  # a callback
+        return whole
+    (y, *more) = op.outputs
     if op.name == "transpose":
         return tuple(y.cut[op.params["permutation"].index(d)] for d in range(len(value.shape)))
     if op.name in ("reshape", "squeeze", "expand_dims"):

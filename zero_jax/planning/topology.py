@@ -139,7 +139,7 @@ def available_targets() -> dict[str, str]:
     Loads each compiler that is installed and compiles one small program with it: a few seconds.
     """
     found: dict[str, str] = {}
-    for platform, text in (("cpu", "cpu:1"), ("cuda", "h100:1"), ("tpu", "v5e:1x1")):
+    for platform, text in (("cpu", "cpu:1"), ("cuda", "h100:1"), ("tpu", "v5e:2x2")):
         try:
             _compile_something(compile_only_devices(text)[0])
             found[platform] = "ok"
@@ -182,7 +182,7 @@ def _bad_shape(text: str, kind: Accelerator, fault: str) -> ValueError:
         example = "4x4x4" if _TORUS[name][0] == 3 else "4x4"
         how = (
             f'Write the chips along each side, as "{name}:{example}". Hosts have 2x2 chips, so the '
-            "first two sides are even; parts of a host are 1x1 and 1x2."
+            "first two sides are even; some versions also know parts of a host, 1x1 and 1x2."
         )
     else:
         how = 'Write how many devices, as "cpu:8".'

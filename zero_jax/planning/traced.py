@@ -90,6 +90,15 @@ class Region:
         return sum(_each(op, _matmul_flops) for op in self.operations)
 
     @property
+    def gathers(self) -> bool:
+        """Whether a constraint makes something whole that was cut; known after propagation."""
+        return any(
+            (op.name == "sharding_constraint" and op.inputs[0].is_cut and not op.outputs[0].is_cut)
+            or any(inner.gathers for inner in op.regions)
+            for op in self.operations
+        )
+
+    @property
     def summed_bytes(self) -> int:
         """Bytes of partial results that one device all-reduces because a matmul summed over a cut.
 

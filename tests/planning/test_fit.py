@@ -1,0 +1,310 @@
+"""The smallest change that fits, found on a small network over 8 virtual devices."""
+
+import functools
+import math
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import optax
+import plan_lm
+import pytest
+from flax.training.train_state import TrainState
+from jax.sharding import Mesh
+from lm.microbatches import value_and_grad
+
+import zero_jax
+from zero_jax.planning import fit
+from zero_jax.planning.fit import Planner, make_planner
+from zero_jax.planning.forecast import Compiled, lay_out
+from zero_jax.planning.program import Choice, Program
+
+CONFIG = Path("network.toml")
+PLENTY = 2**40
+
+
+class Layer(nn.Module):
+    """A residual layer, four times as wide inside: what recomputing it saves."""
+
+    @nn.compact
+    def __call__(self, x):
+        return x + nn.Dense(x.shape[-1])(jnp.tanh(nn.Dense(4 * x.shape[-1])(x)))
+
+
+class Network(nn.Module):
+    """Two layers and a head."""
+
+    remat: bool
+
+    @nn.compact
+    def __call__(self, x):
+        for _ in range(2):
+            x = (nn.remat(Layer) if self.remat else Layer)()(x)
+        return nn.Dense(1)(x)
+
+
+@dataclass(frozen=True)
+class Builder:
+    """Builds the network: `own` is what its configuration would say."""
+
+    own: Choice = Choice(0, False, 1)
+    rows: int = 128
+    width: int = 64
+
+    def __call__(self, config, overrides, choice, devices) -> Program:
+        choice = choice or self.own
+        model = Network(choice.remat)
+
+        def create():
+            params = model.init(jax.random.key(0), jnp.zeros((1, self.width)))["params"]
+            return TrainState.create(apply_fn=model.apply, params=params, tx=optax.adam(1e-3))
+
+        def step(state, batch):
+            def loss(params, x):
+                params = zero_jax.gather_at_use(params, state)
+                return (state.apply_fn({"params": params}, x) ** 2).mean()
+
+            loss, grads = value_and_grad(loss, state.params, batch, choice.microbatches)
+            return state.apply_gradients(grads=grads), loss
+
+        return Program(
+            name=config.stem,
+            choice=choice,
+            create=create,
+            arguments=(),
+            step=step,
+            batch=jax.ShapeDtypeStruct((self.rows, self.width), jnp.float32),
+            rows=self.rows,
+            options={"mesh": Mesh(devices, ("data",))},
+        )
+
+
+OWN = Choice(0, False, 1)
+WIDE = Builder(OWN, rows=128, width=256)
+MANY_ROWS = Builder(OWN, rows=8 * 4 * 127, width=64)  # 508 on each device: 1, 2, 4 microbatches
+ODD_ROWS = Builder(OWN, rows=8 * 511, width=32)  # 511 on each device: no microbatches
+
+
+def planner(builder, memory_bytes=PLENTY) -> Planner:
+    return make_planner(builder, CONFIG, "cpu:8", memory_bytes=memory_bytes)
+
+
+def changes(choice: Choice, own: Choice) -> int:
+    return sum(getattr(choice, name) != getattr(own, name) for name in vars(own))
+
+
+@functools.cache
+def peaks_within(builder, number=3) -> dict[Choice, int]:
+    """Predicted peaks of all choices that differ from `OWN` in at most so many things."""
+    choices = [
+        Choice(stage, remat, parts)
+        for stage in range(4)
+        for remat in (False, True)
+        for parts in (1, 2, 4, 8, 16)
+        if builder.rows // 8 % parts == 0
+    ]
+    return {
+        c: planner(builder).forecast(c).peak_bytes for c in choices if changes(c, OWN) <= number
+    }
+
+
+@pytest.mark.parametrize(
+    ("builder", "expected"),
+    [
+        (WIDE, Choice(3, False, 1)),
+        (ODD_ROWS, Choice(0, True, 1)),
+        (MANY_ROWS, Choice(0, False, 4)),
+        (MANY_ROWS, Choice(3, False, 4)),
+    ],
+)
+def test_the_smallest_change_that_fits_is_found(builder, expected):
+    """Memory is just that of the expected candidate; none with as few changes needs as little."""
+    peaks = peaks_within(builder, changes(expected, OWN))
+    memory_bytes = peaks[expected]
+    assert [c for c, peak in peaks.items() if peak <= memory_bytes] == [expected]
+
+    found = fit.plan(planner(builder, memory_bytes))
+    assert found.smallest_change is not None and found.smallest_change.choice == expected
+    assert found.smallest_change.missing_bytes == 0 and found.smallest_change.fits
+    (own,) = found.forecasts
+    assert own.choice == OWN and own.missing_bytes == peaks[OWN] - memory_bytes
+    assert found.advice == f"The smallest change that fits: {expected} instead of {OWN}."
+
+
+def test_nothing_fits_by_how_much_the_best_is_short():
+    peaks = peaks_within(ODD_ROWS)
+    least = min(peaks.values())
+    found = fit.plan(planner(ODD_ROWS, least - 3 * 2**10))
+    assert found.smallest_change is None
+    assert found.advice.startswith(f"Nothing fits: {min(peaks, key=lambda c: peaks[c])} needs")
+    assert "is short of 3.00 KiB on each device" in found.advice
+
+
+def test_what_fits_as_it_is_is_not_changed():
+    found = fit.plan(planner(Builder(Choice(2, True, 4))), [3, 0])
+    assert [f.choice for f in found.forecasts] == [Choice(3, True, 4), Choice(0, True, 4)]
+    assert found.smallest_change is not None
+    assert found.smallest_change.choice == Choice(2, True, 4)
+    assert found.advice == "Fits as it is (stage 2, remat, 4 microbatches)."
+    width = Builder.width
+    layer = width * 4 * width + 4 * width + 4 * width * width + width
+    assert found.parameters == 2 * layer + width + 1
+    assert (found.program, found.topology, found.memory_bytes) == ("network", "cpu:8", PLENTY)
+    assert "16 a parameter" in found.convention
+
+
+def test_the_states_of_a_forecast_are_exact():
+    """Stage 0 whole, Adam's two moments and a count; a step's time is not known on a CPU."""
+    f = planner(Builder()).forecast(OWN)
+    params_bytes, rows_bytes = 4 * f.parameters, Builder.rows // 8 * Builder.width * 4
+    assert (f.params_bytes, f.grads_bytes) == (params_bytes, params_bytes)
+    assert f.optimizer_bytes == 2 * params_bytes + 4
+    assert f.other_bytes == rows_bytes + 4  # the batch, and the state's own count of steps
+    assert f.peak_bytes > 4 * params_bytes and math.isnan(f.step_seconds)
+
+
+def test_planning_allocates_nothing():
+    """`create` takes no argument and its devices are here: its state is described all the same."""
+    before = len(jax.live_arrays())
+    program = planner(Builder()).program(Choice(3, False, 1))
+    state, batch, layout = lay_out(program)
+    leaves = [*jax.tree.leaves(state), *jax.tree.leaves(batch)]
+    assert all(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves)
+    assert layout.size == 8 and len(jax.live_arrays()) == before
+
+
+def test_compiling_verifies_the_forecasts_and_the_change():
+    """One byte less than stage 2 needs: stage 3 is the smallest change, says the compiler too."""
+    memory_bytes = peaks_within(WIDE, 1)[Choice(2, False, 1)] - 1
+    found = fit.plan(planner(WIDE, memory_bytes), [1], compile=True)
+    asked, change = found.forecasts[0], found.smallest_change
+    assert change is not None and change.choice == Choice(3, False, 1)
+    for f in (asked, change):
+        assert f.compiled is not None
+        assert f.compiled.argument_bytes == f.params_bytes + f.optimizer_bytes + f.other_bytes
+        assert f.compiled.wire_bytes > 0 and f.compiled.host_bytes == 0
+        assert f.missing_bytes == max(0, f.compiled.peak_bytes - memory_bytes)
+    assert change.fits and not asked.fits
+
+
+@functools.cache
+def some_forecast():
+    return planner(Builder(), 100).forecast(OWN)
+
+
+@dataclass(frozen=True)
+class Told(Planner):
+    """A planner that is told its forecasts: bytes and seconds of each choice."""
+
+    peaks: dict[Choice, int] | None = None
+    seconds: dict[Choice, float] | None = None
+
+    def forecast(self, choice, *, compile=False):
+        assert self.peaks is not None and self.seconds is not None
+        made = some_forecast()
+        other_bytes = self.peaks.get(choice, PLENTY) - made.peak_bytes + made.other_bytes
+        seconds = self.seconds.get(choice, 1.0)
+        return replace(made, choice=choice, other_bytes=other_bytes, step_seconds=seconds)
+
+
+def told(peaks, seconds, own=OWN) -> Told:
+    p = planner(Builder(own, rows=8), 100)
+    return Told(**vars(p), peaks=peaks, seconds=seconds)
+
+
+def smallest(told: Told, own: Choice = OWN, **options):
+    return fit.find_smallest_change(told, told.program(own), **options)
+
+
+ONE, TWO, BOTH = Choice(1, False, 1), Choice(2, False, 1), Choice(1, True, 1)
+
+
+def test_among_as_small_changes_the_fastest_that_fits():
+    seconds = {ONE: 0.3, TWO: 0.2, BOTH: 0.1, Choice(3, False, 1): 0.05}
+    fits = dict.fromkeys((ONE, TWO, BOTH), 100)
+    found, _ = smallest(told(fits, seconds))
+    assert found is not None and found.choice == TWO  # both is faster, and two changes
+    found, _ = smallest(told({ONE: 101, BOTH: 100}, seconds))
+    assert found is not None and found.choice == BOTH
+
+
+def test_microbatches_that_the_rows_do_not_allow_are_not_tried():
+    """8 rows are one on each device; 24 rows in the configuration's own 3 parts may stay so."""
+    assert smallest(told({Choice(0, False, 2): 1}, {}))[0] is None
+    own = Choice(0, False, 3)
+    three = replace(told({Choice(3, False, 3): 1}, {}), build=Builder(own, rows=24))
+    found, _ = smallest(three, own)
+    assert found is not None and found.choice == Choice(3, False, 3)
+
+
+def test_a_candidate_has_to_fit_by_the_compilers_word(monkeypatch):
+    """The compiler finds stage 1 to need a byte more than there is, and refuses stage 2."""
+    asked = []
+
+    def verified(forecast, program, topology):
+        asked.append(program.choice)
+        if program.choice == TWO:
+            return replace(forecast, refusal="RESOURCE_EXHAUSTED")
+        peak = 101 if program.choice == ONE else 100
+        word = Compiled(0, peak, peak, 0, {}, math.nan, 0.0)
+        return replace(forecast, compiled=word)
+
+    monkeypatch.setattr(fit, "verified", verified)
+    seconds = {ONE: 0.1, TWO: 0.2, BOTH: 0.1}
+    found, _ = smallest(told(dict.fromkeys((ONE, TWO, BOTH), 50), seconds), compile=True)
+    assert found is not None and found.choice == BOTH and asked == [ONE, TWO, BOTH]
+
+    none = told(dict.fromkeys((TWO,), 50), seconds)
+    made = fit.plan(none, compile=True)
+    assert made.smallest_change is None
+    assert made.advice.startswith(f"Nothing fits: {TWO} needs least, and the compiler refuses it")
+    assert "RESOURCE_EXHAUSTED" in made.advice and "short of" not in made.advice
+
+
+@pytest.mark.parametrize(
+    ("builder", "words"),
+    [
+        (Builder(rows=100), "network: a batch of 100 rows is computed in 8 parts"),
+        (Builder(Choice(0, False, 2), rows=24), "24 rows is computed in 16 parts .* times 2 micro"),
+    ],
+)
+def test_rows_that_do_not_divide(builder, words):
+    with pytest.raises(ValueError, match=words):
+        fit.plan(planner(builder))
+
+
+def test_a_model_that_cannot_be_divided_says_so():
+    """Every leaf of a network of width 1 has fewer than 8 elements."""
+    with pytest.warns(zero_jax.ZeroWarning, match="stage 3 over 8 devices leaves .* on every dev"):
+        made = planner(Builder(width=1)).forecast(Choice(3, False, 1))
+    assert made.params_bytes == 4 * made.parameters
+
+
+@pytest.mark.parametrize("size", [0, -8])
+def test_a_batch_of_no_rows_is_a_letter(tmp_path, size):
+    config = tmp_path / "run.toml"
+    config.write_text(f"[data]\nbatch_size = {size}\n")
+    for overrides in ((), (f"data.batch_size={size}",)):
+        if overrides:
+            config.write_text("")
+        made = make_planner(
+            plan_lm.program, config, "cpu:8", overrides=overrides, memory_bytes=PLENTY
+        )
+        with pytest.raises(ValueError, match=f"batch_size={size}; expected at least 1"):
+            fit.plan(made)
+
+
+@pytest.mark.parametrize(
+    ("topology", "memory_bytes", "words"),
+    [
+        ("cpu:8", None, "memory: that of 'cpu' devices is not known"),
+        ("cpu:8", 0, "say how much one of them has"),
+        ("h1000:8", None, "unknown accelerator 'h1000'.*Did you mean 'h100'"),
+        ("cpu:9", PLENTY, "JAX has 8 CPU devices"),
+    ],
+)
+def test_a_machine_that_is_not_known(topology, memory_bytes, words):
+    with pytest.raises(ValueError, match=words):
+        fit.plan(make_planner(Builder(), CONFIG, topology, memory_bytes=memory_bytes))
