@@ -22,6 +22,7 @@ PROGRAM = f'program = "{(ROOT / "examples" / "plan_lm.py").as_posix()}:program"\
 def _imports_end_with_the_test(monkeypatch):
     """`find_builder` puts a folder on `sys.path`; a reader's own settings do not matter here."""
     monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setenv("TF_CPP_MIN_LOG_LEVEL", "3")  # `main` may set it: undone afterwards
     for name in ("ZERO_JAX_TRACEBACK", "COLUMNS", "FORCE_COLOR"):
         monkeypatch.delenv(name, raising=False)
 
@@ -77,7 +78,7 @@ def test_which_stages(capsys, stage, stages):
 
 
 def test_overrides_and_the_advice(capsys):
-    """24 MiB are too little for 64 rows at once; in parts their activations fit."""
+    """24 MiB are too little for 64 rows, unless layers are computed again."""
     small = ("--topology", "cpu:8", "--memory", "24MiB")
     overrides = ("--set", "zero.stage=3", "--set", "data.batch_size=64")
     cli.main(["plan", TINY, *small, *overrides, "--json"])
@@ -86,7 +87,7 @@ def test_overrides_and_the_advice(capsys):
     assert own["choice"] == {"stage": 3, "remat": False, "microbatches": 1} and not own["fits"]
     assert own["missing_bytes"] == own["peak_bytes"] - 24 * 2**20
     assert found["fits"] and found["peak_bytes"] <= 24 * 2**20
-    assert found["choice"]["microbatches"] > 1
+    assert found["choice"] == {"stage": 3, "remat": True, "microbatches": 1}
     assert plan["advice"].startswith("The smallest change that fits: ")
 
 
@@ -160,7 +161,7 @@ def test_letters_about_files(capsys, tmp_path):
     assert "nothing.toml" in letter(capsys, "plan", str(tmp_path / "nothing.toml"), *ON_CPU)
     with pytest.raises(SystemExit):
         cli.main(["plan", TINY, *ON_CPU, "--html", str(tmp_path / "no folder" / "plan.html")])
-    assert "zero-jax: [Errno 2]" in capsys.readouterr().err
+    assert "plan.html: there is no folder" in capsys.readouterr().err
 
 
 def test_a_traceback_for_those_who_ask(monkeypatch):

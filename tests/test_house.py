@@ -44,6 +44,7 @@ FLOORS = [
             "planning." + room
             for room in (
                 "activations",
+                "compiler",
                 "communication",
                 "doctor",
                 "fit",

@@ -18,7 +18,7 @@ The rooms, from the ground up; each imports only its own floor and lower ones:
   beside, reads only
     planning   closed forms: memory  activations  communication
                machines:     hardware  gpu_target  topology  doctor
-               forecasts:    program  traced  propagation  liveness  forecast  fit
+               forecasts:    program  traced  propagation  liveness  compiler  forecast  fit
     reporting  the audit:    hlo  hlo_text  hlo_walk  flights  rings  wire  replica_groups
                              loop_trips  matmul_flops  schedule  audit_table
                for people:   plan_table  plan_words  plan_svg  page  plots  doctor_table

@@ -21,6 +21,7 @@ from .planning import doctor as examination
 from .planning.fit import STAGES, Plan, make_planner
 from .planning.fit import plan as make_plan
 from .planning.hardware import memory_size
+from .planning.memory import whole_number
 from .planning.program import find_builder
 from .planning.topology import parse_topology
 from .reporting.doctor_table import doctor_table
@@ -34,13 +35,15 @@ examples:
   zero-jax plan configs/gpt_13b.toml --topology a100-40:16x8 --memory 32GB --set data.batch_size=128
   zero-jax doctor
   zero-jax --tyro-print-completion bash        # a completion script, also for zsh and tcsh
+
+An error is a sentence; with ZERO_JAX_TRACEBACK=1 it is a traceback.
 """
 
 
 def main(arguments: list[str] | None = None) -> None:
     """Run the command line; exits with 1 and a letter where something cannot be done."""
-    # What XLA logs is repeated in what it raises.
-    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+    if os.environ.get("TF_CPP_MIN_LOG_LEVEL", "1") == "1":  # which is what importing JAX sets
+        os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"  # what XLA logs is repeated in what it raises
     commands: dict[str, Callable[..., Any]] = {"plan": plan, "doctor": doctor}
     try:
         with _warnings_as_notes():
@@ -86,6 +89,9 @@ def plan(
       html: Write one self-contained page.
     """
     machine = parse_topology(topology)
+    for name, path in {"html": html, "plot": plot}.items():
+        if path is not None and not path.absolute().parent.is_dir():
+            raise ValueError(f"--{name} {path}: there is no folder {path.parent}.")
     # Planning must not take the devices of a run that is going on here.
     jax.config.update("jax_platforms", "cpu")
     if machine.accelerator.platform == "cpu":
@@ -104,8 +110,17 @@ def plan(
     _write_pictures(made, plot, html)
 
 
-def doctor() -> None:
-    """Say what is here: versions, devices, memory, compile targets, one collective's bandwidth."""
+def doctor(cpu_devices: int = 8) -> None:
+    """Say what is here: versions, devices, memory, compile targets, one collective's bandwidth.
+
+    Args:
+      cpu_devices: Where there is no accelerator, virtual CPU devices that stand in.
+    """
+    files = ("nvidia[0-9]*", "kfd", "accel*", "vfio/[0-9]*")
+    if not any(found for name in files for found in Path("/dev").glob(name)):
+        # JAX would try every plugin that is installed, and print why each of them fails.
+        jax.config.update("jax_platforms", os.environ.get("JAX_PLATFORMS", "cpu"))
+        jax.config.update("jax_num_cpu_devices", whole_number("cpu_devices", cpu_devices))
     Console().print(doctor_table(examination.examine()))
 
 

@@ -59,8 +59,8 @@ def test_arguments_are_the_state_and_the_batch(machine, stage):
 @machines
 @pytest.mark.parametrize("stage", STAGES[:-1])
 def test_a_later_stage_needs_no_more_than_an_earlier_and_a_gathered_unit(machine, stage):
-    """Of a user's list: peak(k + 1) <= peak(k) + one gathered unit, here the embedding twice."""
-    unit_bytes = 2 * 50257 * 768 * (4 if machine.startswith("cpu") else 2)
+    """Of a user's list: peak(k + 1) <= peak(k) + one gathered unit, here the embedding."""
+    unit_bytes = 50257 * 768 * (4 if machine.startswith("cpu") else 2)
     earlier, later = (forecast(machine, s).compiled.peak_bytes for s in (stage, stage + 1))
     assert later <= earlier + unit_bytes
 
@@ -107,6 +107,18 @@ def test_operations_are_those_the_compiler_counts(machine, stage):
     propagate(region)
     compiled = jax.jit(program.step, donate_argnums=0).lower(state, batch).compile()
     assert region.matmul_flops == audit(compiled).matmul_flops
+
+
+@on("h100:8")
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_microbatches(machine, stage):
+    """The peak is bounded; whole gradients are all-reduced in each, cut ones scattered in each.
+
+    At stage 3 XLA gathers the embedding once a microbatch, which reads it twice: 10 % less.
+    """
+    ours = planner("gpt2-small", machine).forecast(Choice(stage, True, 4), compile=True)
+    assert 1 <= ours.peak_bytes / ours.compiled.peak_bytes <= 1.2
+    assert ours.compiled.wire_bytes == pytest.approx(ours.wire_bytes, rel=0.105)
 
 
 def test_a_compiler_that_refuses_is_an_answer():

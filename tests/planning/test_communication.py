@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 import zero_jax
 from zero_jax.planning import communication
-from zero_jax.planning.communication import Traffic, WireBytes, step_traffic, transfer_seconds
+from zero_jax.planning.communication import WireBytes, step_traffic
 from zero_jax.planning.topology import compile_only_devices
 from zero_jax.reporting.hlo import audit
 
@@ -235,14 +235,6 @@ def test_the_gpu_compiler_sends_what_the_layout_counts(replicas, stage):
     for c in audit(compiled, mesh).collectives:
         sent[c.kind] += c.bytes_on_wire * c.trips
     assert WireBytes(*sent.values()) == communication.from_layout(layout, regather="keep").total
-
-
-def test_transfer_seconds():
-    assert transfer_seconds(WireBytes(100, 200, 300), 50.0) == 12.0
-    assert Traffic().total_bytes == 0
-    for bandwidth in (0, -1.0, float("nan")):
-        with pytest.raises(ValueError, match="bandwidth=.*expected a positive"):
-            transfer_seconds(WireBytes(1), bandwidth)
 
 
 @pytest.mark.parametrize(

@@ -265,3 +265,16 @@ def test_a_callback_is_walked_over():
 
 def test_every_platform_has_a_margin():
     assert set(MARGIN) == set(PLATFORMS) and all(0 < share < 0.2 for share in MARGIN.values())
+
+
+@pytest.mark.parametrize("platform", PLATFORMS)
+def test_rows_that_are_constrained_to_the_data_axis_are_not_cut_again(platform):
+    """A step is traced with one device's rows, whatever its constraints say of the whole batch."""
+    batch = array(8 * R, D, spec=("data",))
+
+    def step(w, x):
+        return constrain(x @ w, "data").sum()
+
+    region = trace(step, array(D, H), batch)
+    product, total = R * H * F, F
+    assert temporaries_bytes(region, platform) == product + total

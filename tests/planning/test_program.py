@@ -108,6 +108,12 @@ def test_a_function_that_is_not_there(tmp_path, name):
         find_builder(config(tmp_path, f"program = 'a_program.py:{name}'"))
 
 
+def test_a_file_that_is_no_python(tmp_path):
+    program_file(tmp_path, "a_broken_program.py", "def program(:")
+    with pytest.raises(ValueError, match="a_broken_program.py is no Python: invalid syntax"):
+        find_builder(config(tmp_path, "program = 'a_broken_program.py:program'"))
+
+
 def test_a_configuration_that_cannot_be_read(tmp_path):
     with pytest.raises(FileNotFoundError, match="nothing.toml"):
         find_builder(tmp_path / "nothing.toml")

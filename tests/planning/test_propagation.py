@@ -44,6 +44,8 @@ def cuts(region, name):
 
 
 X = array((8, 16), (2, 4))
+ROWS, OTHERS = array((2, 32), (1, 1)), array((2, 12), (1, 1))
+ROWS_OF_3, OTHERS_OF_3 = array((3, 2, 32), (1, 1, 1)), array((3, 2, 12), (1, 1, 1))
 
 
 @pytest.mark.parametrize(
@@ -125,18 +127,14 @@ def test_elementwise_takes_the_finest_cut_of_dims_of_its_size():
 )
 def test_a_gradient_that_is_constrained_later_is_computed_cut(f):
     """(32, r) times (r, 12), then `f` of it, cut by 8 at last: no device makes more than 4 rows."""
-    g = propagated(
-        lambda x, y: constrain(f(x.T @ y), 8, 1), array((2, 32), (1, 1)), array((2, 12), (1, 1))
-    )
+    g = propagated(lambda x, y: constrain(f(x.T @ y), 8, 1), ROWS, OTHERS)
     assert cuts(g, "dot_general") == [(8, 1)]
     product = next(op for op in g.operations if op.name == "dot_general")
     assert product.outputs[0].bytes_per_device == 32 // 8 * 12 * 4
 
 
 def test_a_transposed_gradient_is_cut_where_its_dim_goes():
-    g = propagated(
-        lambda x, y: constrain((y.T @ x).T, 8, 1), array((2, 32), (1, 1)), array((2, 12), (1, 1))
-    )
+    g = propagated(lambda x, y: constrain((y.T @ x).T, 8, 1), ROWS, OTHERS)
     assert cuts(g, "dot_general") == [(1, 8)] and cuts(g, "transpose")[-1] == (8, 1)
 
 
@@ -145,10 +143,7 @@ def test_what_is_read_whole_as_well_is_computed_whole():
         g = x.T @ y
         return constrain(g, 8, 1), jnp.sin(g) @ y.T
 
-    assert cuts(propagated(f, array((2, 32), (1, 1)), array((2, 12), (1, 1))), "dot_general") == [
-        (1, 1),
-        (1, 1),
-    ]
+    assert cuts(propagated(f, ROWS, OTHERS), "dot_general") == [(1, 1), (1, 1)]
 
 
 def test_what_a_matmul_a_sum_or_a_split_reads_is_not_cut_by_its_result():
@@ -169,17 +164,13 @@ def test_a_constraint_is_not_overruled_by_its_reader():
 
 def accumulate(x, y):
     """A sum of 3 products (32, 12), its result cut by 8."""
-
-    def part(total, xy):
-        x, y = xy
-        return total + x.T @ y, None
-
-    total, _ = lax.scan(part, jnp.zeros((32, 12)), (x, y))
+    zeros = jnp.zeros((32, 12))
+    total, _ = lax.scan(lambda total, xy: (total + xy[0].T @ xy[1], None), zeros, (x, y))
     return constrain(total, 8, 1)
 
 
 def test_an_accumulator_whose_result_is_constrained_is_cut():
-    region = propagated(accumulate, array((3, 2, 32), (1, 1, 1)), array((3, 2, 12), (1, 1, 1)))
+    region = propagated(accumulate, ROWS_OF_3, OTHERS_OF_3)
     (body,) = next(op for op in region.operations if op.name == "scan").regions
     assert cuts(region, "scan") == [(8, 1)]
     assert cuts(region, "broadcast_in_dim") == [(8, 1)]  # the zeros that it starts with
@@ -205,7 +196,7 @@ def test_a_stack_of_gradients_is_made_cut():
         _, stack = lax.scan(lambda c, xy: (c, xy[0].T @ xy[1]), 0.0, (x, y))
         return constrain(stack, 1, 8, 1)
 
-    region = propagated(f, array((3, 2, 32), (1, 1, 1)), array((3, 2, 12), (1, 1, 1)))
+    region = propagated(f, ROWS_OF_3, OTHERS_OF_3)
     (scan,) = (op for op in region.operations if op.name == "scan")
     assert scan.outputs[-1].cut == (1, 8, 1)
     assert cuts(scan.regions[0], "dot_general") == [(8, 1)]
@@ -245,6 +236,26 @@ def test_the_body_of_a_shard_map_has_the_shapes_of_one_device():
     body = op.regions[0]
     assert op.name == "shard_map" and body.inputs[0].shape == (16 // 8, 3)
     assert body.operations[0].outputs[0].bytes_per_device == 16 // 8 * 3 * 4
+
+
+@pytest.mark.parametrize(
+    ("cut", "then", "gathers"),
+    [
+        ((8, 1), (1, 1), True),
+        ((2, 4), (1, 1), True),
+        ((2, 4), (2, 4), False),
+        ((1, 1), (8, 1), False),
+    ],
+)
+def test_whether_a_step_gathers(cut, then, gathers):
+    def gather(x):
+        return constrain(x, *then) * 2
+
+    x = array((8, 8), cut)
+    assert propagated(gather, x).gathers == gathers
+    stack = array((3, 8, 8), (1, *cut))
+    loop = propagated(lambda xs: lax.scan(lambda c, x: (c, gather(x)), 0.0, xs), stack)
+    assert loop.gathers == gathers
 
 
 @pytest.mark.parametrize("p", [2, 4])

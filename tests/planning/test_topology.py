@@ -82,10 +82,8 @@ def test_without_its_compiler_a_target_names_the_extra(monkeypatch, text):
     monkeypatch.setattr(planning_topology, "_installed", lambda module: False)
     with pytest.raises(ImportError, match=rf"'{text}'.*pip install 'zero_jax\[plan\]'"):
         compile_only_devices(text)
-    if text.startswith("v5p"):
-        planning_topology._tpu_devices.cache_clear()
-    else:
-        planning_topology._gpu_devices.cache_clear()
+    planning_topology._tpu_devices.cache_clear()
+    planning_topology._gpu_devices.cache_clear()
     targets = available_targets()
     assert targets["cpu"] == "ok"
     assert "zero_jax[plan]" in targets["cuda"]

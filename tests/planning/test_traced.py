@@ -218,3 +218,41 @@ def test_a_while_hands_its_body_what_the_body_reads():
     loop = trace(step, array(3), array(7)).operations[-1]
     assert loop.name == "while" and len(loop.inputs) == 3
     assert [x.shape for x in loop.regions[0].inputs] == [(3,), (3,)]
+
+
+def test_a_convolution_counts_as_the_matmuls_it_is():
+    """Forward, and backward for the kernel and the image: three times the same terms."""
+    rows, side, inward, outward, window = 2, 8, 3, 5, 3
+    terms = rows * side * side * outward * inward * window * window
+
+    def forward(kernel, image):
+        return lax.conv(image, kernel, (1, 1), "SAME").sum()
+
+    arrays = array(outward, inward, window, window), array(rows, inward, side, side)
+
+    def flops(f):
+        region = trace(f, *arrays)
+        propagate(region)
+        return region.matmul_flops
+
+    assert flops(forward) == 2 * terms
+    both = flops(lambda *xs: jax.grad(lambda *xs: forward(*xs) ** 2, argnums=(0, 1))(*xs))
+    assert both == 3 * 2 * terms
+
+
+@pytest.mark.parametrize(("part", "trips"), [("data", 7), (None, 0)])
+def test_weights_that_a_loop_shares_are_reduced_in_every_trip(part, trips):
+    """A recurrence over 7 steps whose gradient is cut; a stack of 3 layers has no such sum."""
+
+    def step(state, x):
+        def loss(state):
+            shared, stack = state
+            h, _ = lax.scan(lambda h, _: (jnp.tanh(h @ shared), None), x, None, length=7)
+            return lax.scan(lambda h, w: (jnp.tanh(h @ w), None), h, stack)[0].sum()
+
+        shared, stack = jax.grad(loss)(state)
+        return lax.with_sharding_constraint(shared, NamedSharding(MESH, P(part))), stack
+
+    region = trace(step, (array(8, 8), array(3, 8, 8)), array(4, 8))
+    propagate(region)
+    assert region.trips_that_reduce == trips

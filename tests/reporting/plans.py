@@ -7,7 +7,7 @@ of optimizer state each, every one whole or cut into 8 as the stage says; 4 byte
 import math
 from dataclasses import replace
 
-from zero_jax.planning.fit import CONVENTION, Plan
+from zero_jax.planning.fit import Plan
 from zero_jax.planning.forecast import Compiled, Forecast
 from zero_jax.planning.program import Choice
 
@@ -65,7 +65,7 @@ def plan(*forecasts: Forecast, advised: Forecast | None = None, **fields: str) -
         program=fields.get("program", "gpt2_xl"),
         topology=first.topology,
         memory_bytes=first.memory_bytes,
-        convention=CONVENTION,
+        convention="2 + 2 + 12 bytes a parameter",
         parameters=first.parameters,
         forecasts=forecasts,
         smallest_change=advised,

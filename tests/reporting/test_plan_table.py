@@ -53,7 +53,7 @@ def test_a_row_has_the_numbers_of_its_candidate():
 def test_it_says_what_it_is_of_first_and_the_advice_last():
     text = lines(FOUR)
     assert text[0] == "gpt2_xl on h100:8 (8 devices with 79.0 GiB each)"
-    assert text[1].startswith("6,000,000,000 parameters; bytes are counted leaf by leaf")
+    assert text[1].startswith("6,000,000,000 parameters; 2 + 2 + 12 bytes a parameter")
     assert text[-1] == "Take stage 1."
 
 

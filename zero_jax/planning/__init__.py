@@ -5,7 +5,7 @@
   machines       `topology` has devices of machines nobody here owns, for compiling only; `hardware`
                  what they can do, `gpu_target` what the GPU compiler has to be told
   forecasts      `program` is the user's own step; `forecast` predicts it from a trace (`traced`,
-                 `propagation`, `liveness`) or asks the real compiler; `fit` finds what fits
+                 `propagation`, `liveness`), `compiler` asks the real one; `fit` finds what fits
 
 Planning imports no step: it is given one.
 """

@@ -144,6 +144,7 @@ def from_layout(
     reduce_dtype: DTypeLike | None = None,
     microbatches: int = 1,
     regather: Regather = "layer",
+    local_sums: bool = True,
 ) -> Traffic:
     """Count what one device sends in one step, leaf by leaf.
 
@@ -157,6 +158,8 @@ def from_layout(
       reduce_dtype: that gradients are reduced in; by default each in its parameter's dtype. Complex
         gradients keep their own.
       microbatches, regather: as in `step_traffic`.
+      local_sums: whether gradients that are whole are summed over microbatches before they are
+        reduced. XLA's partitioner does not: left to it, each microbatch all-reduces them.
 
     Raises:
       TypeError, ValueError: an argument is not as described.
@@ -166,14 +169,16 @@ def from_layout(
     inside = data_axes(layout.mesh, layout.axis)
     across = tuple(a for a in layout.batch_axes if a not in inside and sizes[a] > 1)
     r = prod(sizes[a] for a in across)
+    apart = 1 if local_sums or layout.stage.partitions_gradients else microbatches
     sent: list[tuple[Axes, WireBytes]] = []
     trees = map(jax.tree.leaves, (layout.params, layout.grads, layout.updates))
     for rest, gradient, update in zip(*trees, strict=True):
-        # at stage 1 the summed gradient goes straight to the optimizer's cut
-        reduced = gradient if layout.stage.partitions_gradients else update
+        # at stage 1 a sum that is local goes straight to the optimizer's cut
+        as_kept = layout.stage.partitions_gradients or apart > 1
+        reduced = gradient if as_kept else update
         width, wide = rest.leaf.dtype.itemsize, _reduce_width(rest.leaf.dtype, reduce_dtype)
         elements, parts = _in_flight(reduced)
-        sent += _reduction(elements, wide, parts, n, r, reductions, data, across)
+        sent += apart * _reduction(elements, wide, parts, n, r, reductions, data, across)
         sent += _gather(*_at_rest(rest), width, gathers, data)
         if _cut(update) != _cut(rest):
             sent += _gather(*_in_flight(update), width, 1, data)
@@ -183,21 +188,6 @@ def from_layout(
     for frozen in _frozen(layout):
         sent += _gather(*_at_rest(frozen), frozen.leaf.dtype.itemsize, gathers, data)
     return _sum(sent)
-
-
-def transfer_seconds(wire: WireBytes, bandwidth: float) -> float:
-    """Time that the bytes of one ring take on the wire, latency and overlap left out.
-
-    Args:
-      wire: what one device sends, of one entry of `Traffic.by_axes`.
-      bandwidth: of the slowest link of that ring, in bytes a second, one direction.
-
-    Raises:
-      ValueError: the bandwidth is not positive.
-    """
-    if not bandwidth > 0:
-        raise ValueError(f"bandwidth={bandwidth}; expected a positive number of bytes a second.")
-    return wire.total_bytes / bandwidth
 
 
 def _times(stage: Stage, microbatches: int, regather: Regather) -> tuple[int, int]:

@@ -4,25 +4,29 @@ Candidates differ from the configuration in the ZeRO stage, in recomputing layer
 microbatches. The smallest change that fits is looked for in order: nothing changed, then one thing,
 then two, then three; among changes of the same number the one with the shortest predicted step.
 
-Not here: other batch sizes, other models, tensor parallelism; those change the training.
+Not here: offload to host memory or disk, which no step can do yet; other batch sizes, other models,
+tensor parallelism, which change the training.
 """
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 
+import jax
+
+from ..layout import Layout
 from ..reporting.tables import bytes_text
-from .forecast import Forecast, forecast, row_parts, verified
+from .compiler import lay_out, row_parts
+from .forecast import Forecast, forecast, verified
 from .program import Builder, Choice, Program
 from .topology import Topology, compile_only_devices, parse_topology
 
 STAGES = (0, 1, 2, 3)
 MICROBATCHES = (1, 2, 4, 8, 16)
-CONVENTION = (
-    "bytes are counted leaf by leaf; in mixed precision Adam takes 16 a parameter: 2 + 2 for "
-    "parameters and gradients, 12 for master copy and moments (arXiv 1910.02054, section 3.1)"
-)
+TRIED = 1.25
+"""With the compiler at hand, candidates predicted to need up to this share of memory are tried."""
 
 
 @dataclass(frozen=True)
@@ -69,11 +73,31 @@ class Planner:
     def program(self, choice: Choice | None = None) -> Program:
         """The program at a choice, by default at the configuration's own."""
         devices = compile_only_devices(self.topology)
-        return self.build(self.config, self.overrides, choice, devices)
+        made = self.build(self.config, self.overrides, choice, devices)
+        if not isinstance(made, Program):
+            raise TypeError(
+                f"{self.config}: its program returned a {type(made).__name__}; expected a "
+                "zero_jax.planning.program.Program."
+            )
+        return made
 
     def forecast(self, choice: Choice, *, compile: bool = False) -> Forecast:
-        """What the program needs at a choice."""
-        return forecast(self.program(choice), self.topology, self.memory_bytes, compile=compile)
+        """What the program needs at a choice.
+
+        Raises:
+          ValueError: the program cannot be built so.
+        """
+        found = self.foresee(choice, compile=compile)
+        if found is None:
+            raise ValueError(f"{self.config}: its program has no way to make {choice}.")
+        return found
+
+    def foresee(self, choice: Choice, *, compile: bool = False) -> Forecast | None:
+        """The same; None if the program has no such choice."""
+        made = self.program(choice)
+        if made.choice != choice:
+            return None
+        return forecast(made, self.topology, self.memory_bytes, compile=compile)
 
 
 def make_planner(
@@ -120,15 +144,16 @@ def plan(planner: Planner, stages: Sequence[int] | None = None, *, compile: bool
         planner.forecast(choice, compile=compile) for choice in choices or [own.choice]
     )
     smallest, nearest = find_smallest_change(planner, own, forecasts, compile=compile)
+    _, _, layout = lay_out(own)
     return Plan(
         program=own.name,
         topology=planner.topology.text,
         memory_bytes=planner.memory_bytes,
-        convention=CONVENTION,
+        convention=_convention(layout),
         parameters=forecasts[0].parameters,
         forecasts=forecasts,
         smallest_change=smallest,
-        advice=_advice(own.choice, smallest, nearest),
+        advice=" ".join([_advice(own.choice, smallest, nearest), *_refusals(forecasts)]),
     )
 
 
@@ -149,13 +174,15 @@ def find_smallest_change(
     made = {f.choice: f for f in known}
     nearest: Forecast | None = None
     for group in _by_number_of_changes(own.choice, own.rows // row_parts(own)):
-        found = [made.get(choice) or planner.forecast(choice) for choice in group]
-        for one in sorted(found, key=lambda f: (f.step_seconds, f.choice.stage)):
-            if compile and one.fits and one.compiled is None:
+        found = [made.get(choice) or planner.foresee(choice) for choice in group]
+        for one in sorted(filter(None, found), key=_cost):
+            asked = one.compiled is not None or bool(one.refusal)
+            near = one.peak_bytes <= TRIED * planner.memory_bytes
+            if compile and near and not asked:
                 one = verified(one, planner.program(one.choice), planner.topology)
             if one.fits:
                 return one, one
-            if nearest is None or one.missing_bytes < nearest.missing_bytes:
+            if nearest is None or _lack(one) < _lack(nearest):
                 nearest = one
     assert nearest is not None
     return None, nearest
@@ -175,15 +202,41 @@ def _by_number_of_changes(own: Choice, rows: int) -> Iterator[list[Choice]]:
         yield [c for c in every if changes(c) == number and rows % c.microbatches == 0]
 
 
+def _cost(forecast: Forecast) -> tuple[float, int, int]:
+    """What a candidate is preferred for: a short step, few microbatches, an early stage."""
+    choice = forecast.choice
+    seconds = forecast.step_seconds
+    return 0.0 if math.isnan(seconds) else seconds, choice.microbatches, choice.stage
+
+
+def _lack(forecast: Forecast) -> tuple[bool, int]:
+    return bool(forecast.refusal), forecast.missing_bytes
+
+
+def _convention(layout: Layout) -> str:
+    elements = sum(math.prod(p.leaf.shape) for p in jax.tree.leaves(layout.params))
+    held = [layout.total_bytes[tree] / elements for tree in ("params", "grads", "opt_state")]
+    counted = " + ".join(f"{each:.3g}" for each in held)
+    return (
+        f"parameters, gradients and optimizer state take {counted} bytes a parameter, counted leaf "
+        "by leaf (mixed-precision Adam: 2 + 2 + 12, arXiv 1910.02054, section 3.1)"
+    )
+
+
 def _advice(own: Choice, smallest: Forecast | None, nearest: Forecast) -> str:
     if smallest is None:
-        short = f"is short of {bytes_text(nearest.missing_bytes)} on each device"
-        if nearest.refusal:
-            short = f"the compiler refuses it ({nearest.refusal})"
+        short = ""
+        if nearest.missing_bytes:
+            short = f", and is short of {bytes_text(nearest.missing_bytes)} on each device"
         return (
-            f"Nothing fits: {nearest.choice} needs least, and {short}. Take more devices, a "
-            "smaller batch, or a smaller model."
+            f"Nothing fits: {nearest.choice} needs least{short}. Take more devices, a smaller "
+            "batch, or a smaller model."
         )
     if smallest.choice == own:
         return f"Fits as it is ({own})."
     return f"The smallest change that fits: {smallest.choice} instead of {own}."
+
+
+def _refusals(forecasts: Sequence[Forecast]) -> list[str]:
+    refused = [f for f in forecasts if f.refusal]
+    return [f"The compiler refuses {f.choice}: {f.refusal}" for f in refused]

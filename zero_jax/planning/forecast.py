@@ -8,12 +8,10 @@
                     those take longer (all that can be hidden is), then the state read and written
                     once by the update. A bound from below, not a promise
 
-Compiled, the same program answers for itself: memory from the executable, bytes on the wire and
-exposed transfers from its audit (`reporting.hlo`).
+Compiled, the same program answers for itself (`compiler`).
 """
 
 import math
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -22,46 +20,19 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from ..batch import shard_batch
 from ..layout import Layout
 from ..placement import Placement
-from ..reporting.hlo import audit
 from ..reporting.schedule import transfer_seconds
 from ..rules import match
 from ..shortfall import warn
-from ..train_state import init_train_state, layout_of
 from . import communication, memory
-from .liveness import MARGIN, temporaries_bytes
+from .compiler import Compiled, ask_compiler, lay_out
+from .liveness import MARGIN, MICROBATCH_MARGIN, temporaries_bytes
 from .program import Choice, Program
 from .topology import Topology
-from .traced import trace
+from .traced import Region, trace
 
 Tree = Any
-
-
-@dataclass(frozen=True)
-class Compiled:
-    """The compiler's word on one candidate, for one device.
-
-    Attributes:
-      argument_bytes, temp_bytes, peak_bytes, host_bytes: of its memory, and of the host's.
-      wire_bytes_by_kind: kind of collective -> bytes sent in a step.
-      exposed_seconds: transfers that no matmul hides; NaN where rates are not known.
-      compile_seconds: what lowering and compiling took here.
-    """
-
-    argument_bytes: int
-    temp_bytes: int
-    peak_bytes: int
-    host_bytes: int
-    wire_bytes_by_kind: Mapping[str, int]
-    exposed_seconds: float
-    compile_seconds: float
-
-    @property
-    def wire_bytes(self) -> int:
-        """Bytes that one device sends in one step."""
-        return sum(self.wire_bytes_by_kind.values())
 
 
 @dataclass(frozen=True)
@@ -73,7 +44,8 @@ class Forecast:
       topology, devices: where it runs.
       memory_bytes: what a device has for a program.
       parameters: of the model.
-      params_bytes, grads_bytes, optimizer_bytes: model states, exact.
+      params_bytes, optimizer_bytes: at rest, exact.
+      grads_bytes: exact, or what of them lives at the peak, if that is less.
       other_bytes: further leaves of the state, and the batch.
       temporaries_bytes: what the predicted peak has beyond those: activations, and the rest.
       host_bytes: in the host's memory.
@@ -138,34 +110,34 @@ def forecast(
     region = trace(program.step, state, batch)
     temporaries = temporaries_bytes(region, topology.accelerator.platform)
     params: list[Placement] = jax.tree.leaves(layout.params)
-    is_cut = any(p.rest != p.gathered for p in params)
-    if layout.stage.partitions_parameters and is_cut and not region.gathers:
-        warn(
-            f"{program.name}, stage {int(layout.stage)}: the step gathers no parameter where it is "
-            "used, so XLA may move activations instead and the predicted peak is no bound. Use "
-            "zero_jax.gather_at_use in the loss, or ask the compiler."
-        )
+    _warn_of_what_is_not_seen(program, layout, region)
     states = memory.from_layout(layout)
     held_bytes = states.params_bytes + states.optimizer_bytes
     other_bytes = states.other_bytes + _batch_bytes(batch)
     walked_bytes = held_bytes + other_bytes + temporaries
-    margin = math.ceil(MARGIN[topology.accelerator.platform] * walked_bytes)
-    beyond_bytes = temporaries + margin + _gathered_leaf_bytes(layout, program.options) // 2
+    margin = MARGIN[topology.accelerator.platform]
+    margin += MICROBATCH_MARGIN if program.choice.microbatches > 1 else 0.0
+    beyond_bytes = temporaries + math.ceil(margin * walked_bytes)
+    beyond_bytes += _gathered_leaf_bytes(layout, program.options) // 2
     grads_bytes = min(states.grads_bytes, beyond_bytes)
     traffic = communication.from_layout(
         layout,
         microbatches=program.choice.microbatches,
         regather="layer" if program.choice.remat else "keep",
+        local_sums=False,
     )
     rates, sent = topology.accelerator, traffic.total
     compute = region.matmul_flops / rates.matmul_flops
+    rings = [(axes, wire.total_bytes) for axes, wire in traffic.by_axes.items()]
+    if region.summed_bytes:
+        model_axes = [a for a in layout.mesh.axis_names if a not in layout.batch_axes]
+        rings.append((tuple(model_axes), region.summed_bytes))
     transfer = sum(
         transfer_seconds(
-            "ring", wire.total_bytes, _groups(layout.mesh, axes), rates, topology.devices_per_node
+            "ring", sent_bytes, _groups(layout.mesh, axes), rates, topology.devices_per_node
         )
-        for axes, wire in traffic.by_axes.items()
+        for axes, sent_bytes in rings
     )
-    transfer += region.summed_bytes / rates.link_bandwidth
     update = 2 * held_bytes / rates.memory_bandwidth
     predicted = Forecast(
         choice=program.choice,
@@ -199,66 +171,22 @@ def verified(predicted: Forecast, program: Program, topology: Topology) -> Forec
         return replace(predicted, refusal=str(error).partition("\n")[0])
 
 
-def lay_out(program: Program) -> tuple[Tree, Tree, Layout]:
-    """The program's state and batch, abstract and laid out, and the layout.
-
-    Raises:
-      ValueError: the rows do not divide, by the devices that share them and the microbatches.
-    """
-    state = _state(program)
-    layout = layout_of(state)
-    parts = _row_parts(layout) * program.choice.microbatches
-    if program.rows % parts:
-        raise ValueError(
-            f"{program.name}: a batch of {program.rows} rows is computed in {parts} parts (devices "
-            f"that share it, times {program.choice.microbatches} microbatches); expected a "
-            "multiple of that."
+def _warn_of_what_is_not_seen(program: Program, layout: Layout, region: Region) -> None:
+    placements: list[Placement] = jax.tree.leaves(layout.params)
+    is_cut = any(p.rest != p.gathered for p in placements)
+    if layout.stage.partitions_parameters and is_cut and not region.gathers:
+        warn(
+            f"{program.name}, stage {int(layout.stage)}: the step gathers no parameter where it is "
+            "used, so XLA may move activations instead and the predicted peak is no bound. Use "
+            "zero_jax.gather_at_use in the loss, or ask the compiler."
         )
-    return state, shard_batch(program.batch, state), layout
-
-
-def row_parts(program: Program) -> int:
-    """Into how many parts the program's mesh divides the rows of a batch."""
-    return _row_parts(layout_of(_state(program)))
-
-
-def ask_compiler(program: Program, topology: Topology) -> Compiled:
-    """Compile a program's step for its devices, and audit it.
-
-    Raises:
-      jax.errors.JaxRuntimeError: the compiler refuses; that for TPU does so when memory is short.
-    """
-    state, batch, layout = lay_out(program)
-    began = time.perf_counter()
-    compiled = jax.jit(program.step, donate_argnums=0).lower(state, batch).compile()
-    seconds = time.perf_counter() - began
-    nodes = topology.devices_per_node if topology.nodes > 1 else None
-    found = audit(compiled, layout.mesh, topology.accelerator, nodes)
-    assert found.memory is not None
-    return Compiled(
-        argument_bytes=found.memory.argument_bytes,
-        temp_bytes=found.memory.temp_bytes,
-        peak_bytes=found.memory.peak_bytes,
-        host_bytes=found.memory.host_peak_bytes,
-        wire_bytes_by_kind=found.bytes_by_kind,
-        exposed_seconds=math.nan if found.exposed_seconds is None else found.exposed_seconds,
-        compile_seconds=seconds,
-    )
-
-
-def _state(program: Program) -> Tree:
-    """The state, abstract also where its devices are here and `create` needs no argument."""
-    described = jax.ShapeDtypeStruct((), np.bool_)  # one such argument, and nothing is allocated
-
-    def create(_: Any, *arguments: Any) -> Any:
-        return program.create(*arguments)
-
-    stage = program.choice.stage
-    return init_train_state(create, described, *program.arguments, stage=stage, **program.options)
-
-
-def _row_parts(layout: Layout) -> int:
-    return math.prod(layout.mesh.shape[a] for a in layout.batch_axes)
+    trips = region.trips_that_reduce
+    if trips > program.choice.microbatches:
+        warn(
+            f"{program.name}, stage {int(layout.stage)}: a loop shares weights over its {trips} "
+            "trips and sums their gradient in parts; XLA may reduce it in every trip, which is not "
+            "in the predicted wire bytes. Stages 0 and 1 reduce once; or ask the compiler."
+        )
 
 
 def _batch_bytes(batch: Tree) -> int:

@@ -68,7 +68,9 @@ class Program:
 class Builder(Protocol):
     """What a configuration's `program` names; `choice` None means the configuration's own.
 
-    It raises a ValueError for a configuration or choice that cannot be built on the devices.
+    It raises a ValueError for a configuration that cannot be built on the devices. A choice that it
+    has no way to make (it never recomputes layers, say) it answers with the program it has, whose
+    `choice` says what it is; the planner leaves such candidates out.
     """
 
     def __call__(
@@ -97,8 +99,8 @@ def find_builder(config: Path) -> Builder:
     named = document.get("program")
     if not isinstance(named, str) or named.count(":") != 1:
         raise ValueError(
-            f"{config}: program is {named!r}; expected 'FILE.py:FUNCTION', the file as seen from "
-            "the configuration's folder."
+            f"{config}: program is {named!r}; expected 'FILE.py:FUNCTION', above all sections; the "
+            "file is looked up from the configuration's folder."
         )
     file, function = named.split(":")
     path = (config.parent / file).resolve()
@@ -116,6 +118,11 @@ def _import(path: Path) -> Any:
     spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules.setdefault(path.stem, module)
-    spec.loader.exec_module(module)
+    ours = sys.modules.setdefault(path.stem, module) is module
+    try:
+        spec.loader.exec_module(module)
+    except SyntaxError as error:
+        if ours:
+            del sys.modules[path.stem]
+        raise ValueError(f"{path.name} is no Python: {error}") from error
     return module

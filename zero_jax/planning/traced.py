@@ -16,14 +16,14 @@ Not here: which values need memory at the same time (`liveness`).
 """
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
 
 import jax
 import numpy as np
 from jax.extend.core import Jaxpr, Literal
-from jax.sharding import NamedSharding
+from jax.sharding import NamedSharding, PartitionSpec
 
 Tree = Any
 
@@ -86,8 +86,11 @@ class Region:
 
     @property
     def matmul_flops(self) -> int:
-        """Floating-point operations in its matmuls on one device; a loop's times its length."""
-        return sum(_each(op, _matmul_flops) for op in self.operations)
+        """Floating-point operations in its products on one device; a loop's times its length.
+
+        Convolutions count as the matmuls they are. Known after `propagation`.
+        """
+        return sum(_each(op, _flops) for op in self.operations)
 
     @property
     def gathers(self) -> bool:
@@ -97,6 +100,18 @@ class Region:
             or any(inner.gathers for inner in op.regions)
             for op in self.operations
         )
+
+    @property
+    def trips_that_reduce(self) -> int:
+        """Trips of the longest loop that carries a sum which is cut; known after propagation.
+
+        What a loop shares (a recurrent network's weights) has its gradient summed in a carry; one
+        that is cut is reduced and scattered in every trip. Carries that a loop only hands on are
+        not sums.
+        """
+        trips = [_summing_trips(op) for op in self.operations]
+        inner = [region.trips_that_reduce for op in self.operations for region in op.regions]
+        return max([*trips, *inner], default=0)
 
     @property
     def summed_bytes(self) -> int:
@@ -122,7 +137,33 @@ def trace(step: Callable[..., Any], state: Tree, batch: Tree) -> Region:
         _value(var.aval, cut=cut_of(np.shape(leaf), getattr(leaf, "sharding", None)))
         for var, leaf in zip(closed.jaxpr.invars, leaves, strict=True)
     ]
-    return _region(closed, inputs)
+    region = _region(closed, inputs)
+    _leave_rows(region, {row for row in map(_row_dim, jax.tree.leaves(batch)) if row})
+    return region
+
+
+def _leave_rows(region: Region, rows: Set[tuple[int, Any]]) -> None:
+    """Take the first dim out of constraints on activations: their rows are one device's already.
+
+    An activation is known by its first dim: as many rows as a device has of the batch, over the
+    axes that the batch is split over.
+    """
+    for op in region.operations:
+        sharding = op.params.get("sharding") if op.name == "sharding_constraint" else None
+        if isinstance(sharding, NamedSharding) and sharding.spec:
+            if (op.outputs[0].shape[0], sharding.spec[0]) in rows:
+                spec = PartitionSpec(None, *sharding.spec[1:])
+                op.params = {**op.params, "sharding": NamedSharding(sharding.mesh, spec)}
+        for inner in op.regions:
+            _leave_rows(inner, rows)
+
+
+def _row_dim(leaf: Any) -> tuple[int, Any] | None:
+    """Rows that one device has of a batch's leaf, and the axes that they are split over."""
+    sharding = getattr(leaf, "sharding", None)
+    if not leaf.shape or not isinstance(sharding, NamedSharding) or not sharding.spec:
+        return None
+    return sharding.shard_shape(leaf.shape)[0], sharding.spec[0]
 
 
 def _rows_of_one_device(leaf: Any) -> jax.ShapeDtypeStruct:
@@ -208,6 +249,18 @@ def _bodies(op: Operation) -> Iterable[Region]:
         yield _region(jaxpr, [_value(v.aval) for v in inner.invars[: len(args)]])
 
 
+def _summing_trips(op: Operation) -> int:
+    if op.name != "scan":
+        return 0
+    (body,) = op.regions
+    made = {y: o for o in body.operations for y in o.outputs}
+    for y, inner in zip(op.outputs, body.outputs, strict=True):
+        adds = inner in made and made[inner].name in ("add", "add_any")
+        if adds and y.is_cut and len(y.shape) == len(inner.shape):
+            return op.params["length"]
+    return 0
+
+
 def _each(op: Operation, count: Callable[[Operation], int]) -> int:
     """A count over an operation and what it loops over; a `while` of unknown length runs once."""
     inner = [sum(_each(o, count) for o in region.operations) for region in op.regions]
@@ -215,14 +268,21 @@ def _each(op: Operation, count: Callable[[Operation], int]) -> int:
         return max(inner)
     if op.regions:
         return sum(inner) * op.params.get("length", 1)
-    return count(op) if op.name == "dot_general" else 0
+    return count(op)
 
 
-def _matmul_flops(op: Operation) -> int:
+def _flops(op: Operation) -> int:
     """A multiplication and an addition for each term, by the cuts of the operands.
 
     A result that is reduced and scattered afterwards is computed whole.
     """
+    if op.name == "conv_general_dilated":
+        kernel, numbers = op.inputs[1], op.params["dimension_numbers"]
+        spread = math.prod(op.params["lhs_dilation"])  # zeros between the inputs are skipped
+        terms = math.prod(kernel.shape) // kernel.shape[numbers.rhs_spec[0]]
+        return 2 * math.prod(op.outputs[0].shape) * terms // spread
+    if op.name != "dot_general":
+        return 0
     (_, contract), (_, batch) = op.params["dimension_numbers"]
     a, b = (math.prod(s // c for s, c in zip(x.shape, x.cut, strict=True)) for x in op.inputs)
     right = op.inputs[1]
@@ -231,6 +291,8 @@ def _matmul_flops(op: Operation) -> int:
 
 
 def _summed_bytes(op: Operation) -> int:
+    if op.name != "dot_general":
+        return 0
     (contract, _), _ = op.params["dimension_numbers"]
     parts = math.prod(op.inputs[0].cut[d] for d in contract)
     return math.ceil(2 * (parts - 1) / parts * op.outputs[0].bytes_per_device)

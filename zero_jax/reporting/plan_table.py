@@ -37,7 +37,11 @@ if TYPE_CHECKING:
     from ..planning.fit import Plan
     from ..planning.forecast import Compiled, Forecast
 
-NOTE = "Bytes are those of one device; wire bytes are what it sends in a step, in all and by kind."
+NOTE = (
+    "Bytes are those of one device; wire bytes are what it sends in a step, in all and by kind. "
+    "Predicted wire bytes are the paper's; a step is at least as long as given: peak bf16 rates, "
+    "no latency."
+)
 
 
 def plan_table(plan: "Plan") -> RenderableType:

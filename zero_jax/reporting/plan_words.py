@@ -50,6 +50,8 @@ def any_compiled(plan: "Plan") -> bool:
 
 def verdict_text(plan: "Plan", forecast: "Forecast") -> str:
     """Say whether a candidate fits, what it lacks if not, and whether it is the advised one."""
+    if forecast.refusal and not forecast.missing_bytes:
+        return "refused by the compiler"
     if not forecast.fits:
         return f"short of {bytes_text(forecast.missing_bytes)}"
     advised = plan.smallest_change
