@@ -128,16 +128,7 @@ def forecast(
     )
     rates, sent = topology.accelerator, traffic.total
     compute = region.matmul_flops / rates.matmul_flops
-    rings = [(axes, wire.total_bytes) for axes, wire in traffic.by_axes.items()]
-    if region.summed_bytes:
-        model_axes = [a for a in layout.mesh.axis_names if a not in layout.batch_axes]
-        rings.append((tuple(model_axes), region.summed_bytes))
-    transfer = sum(
-        transfer_seconds(
-            "ring", sent_bytes, _groups(layout.mesh, axes), rates, topology.devices_per_node
-        )
-        for axes, sent_bytes in rings
-    )
+    transfer = _transfer_seconds(layout, traffic, region.summed_bytes, topology)
     update = 2 * held_bytes / rates.memory_bandwidth
     predicted = Forecast(
         choice=program.choice,
@@ -169,6 +160,21 @@ def verified(predicted: Forecast, program: Program, topology: Topology) -> Forec
         return replace(predicted, compiled=ask_compiler(program, topology))
     except jax.errors.JaxRuntimeError as error:  # out of memory on TPU, say: that is an answer
         return replace(predicted, refusal=str(error).partition("\n")[0])
+
+
+def _transfer_seconds(
+    layout: Layout, traffic: communication.Traffic, summed_bytes: int, topology: Topology
+) -> float:
+    """Seconds of all rings of a step, one after another; tensor parallelism has its own axes."""
+    rings = [(axes, wire.total_bytes) for axes, wire in traffic.by_axes.items()]
+    if summed_bytes:
+        model_axes = tuple(a for a in layout.mesh.axis_names if a not in layout.batch_axes)
+        rings.append((model_axes, summed_bytes))
+    rates, node = topology.accelerator, topology.devices_per_node
+    return sum(
+        transfer_seconds("ring", sent_bytes, _groups(layout.mesh, axes), rates, node)
+        for axes, sent_bytes in rings
+    )
 
 
 def _warn_of_what_is_not_seen(program: Program, layout: Layout, region: Region) -> None:

@@ -2,15 +2,8 @@
 
 `jax.make_jaxpr` traces the user's step without a compiler, in well under a second at any size. The
 step is traced with the rows of the batch that one device has, so that activations have their own
-size; parameters, gradients and optimizer state have their logical shapes, and how they are cut is
-followed from the shardings of the state and the constraints in the step, dim by dim:
-
-  forward    an elementwise operation hands the cut on; a matmul hands on those of its outer dims; a
-             transposition moves them
-  backward   a value that is only used cut is computed cut, as XLA's partitioner would
-
-This is a small part of what that partitioner does: no cut of activations over a data axis, no
-convolution, no gather from a table. What it does not follow counts whole, that is too much.
+size; parameters, gradients and optimizer state have their logical shapes, and `propagation` follows
+how they are cut.
 
 Not here: which values need memory at the same time (`liveness`).
 """
