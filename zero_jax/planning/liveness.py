@@ -17,11 +17,11 @@ what XLA makes of it; each was read off executables for CPU, H100 and TPU v5p:
   turned     on GPU a stack of cut parameters that a loop gathers is copied, its cut dim first
 
 Buffers are packed, operations reordered and copies made that the walk does not see; `MARGIN` and
-half of the largest gathered leaf, which may exist twice, make it an upper bound for GPT-2 small,
-medium and XL on all three, and mostly within 25 % else: the figures and the exceptions are in
-`tests/benchmarks/forecast_peaks.md`. Not promised: steps of few rows, where the update needs most
-and XLA transposes what it reads; 16-bit models on CPU, where XLA copies parameters besides; 32-bit
-models on TPU, where it stores in 16 bits what only matmuls read; convolutions on CPU; small
+half of the largest gathered leaf, which may exist twice, make it an upper bound within 15 % for
+GPT-2 small and medium on all three, and mostly within 25 % else: the figures and the exceptions are
+in `tests/benchmarks/forecast_peaks.md`. Not promised: steps of few rows, where the update needs
+most and XLA transposes what it reads; 16-bit models on CPU, where XLA copies parameters besides;
+32-bit models on TPU, where it stores in 16 bits what only matmuls read; convolutions on CPU; small
 programs.
 """
 
