@@ -79,7 +79,8 @@ def test_losses_and_gradients_are_those_of_the_plain_model(stage, shape):
         gathered, loss, grads = make_step(True)(gathered, tokens)
         np.testing.assert_allclose(loss, want, rtol=2e-6)
         for got, expected in zip(jax.tree.leaves(grads), jax.tree.leaves(want_grads), strict=True):
-            np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-7)
+            largest = float(jnp.abs(expected).max())
+            np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-5 * largest)
 
 
 def test_gradients_leave_in_the_partition_of_their_parameters():

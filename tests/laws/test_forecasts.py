@@ -114,11 +114,13 @@ def test_operations_are_those_the_compiler_counts(machine, stage):
 def test_microbatches(machine, stage):
     """The peak is bounded; whole gradients are all-reduced in each, cut ones scattered in each.
 
-    At stage 3 XLA gathers the embedding once a microbatch, which reads it twice: 10 % less.
+    jax 0.12 copies less than 0.10 does, hence 25 %. At stage 3 the embedding, which each microbatch
+    reads twice, is gathered once in each (0.10: 10 % less in all) or once a step (0.12: 18 % less).
     """
     ours = planner("gpt2-small", machine).forecast(Choice(stage, True, 4), compile=True)
-    assert 1 <= ours.peak_bytes / ours.compiled.peak_bytes <= 1.2
-    assert ours.compiled.wire_bytes == pytest.approx(ours.wire_bytes, rel=0.105)
+    assert 1 <= ours.peak_bytes / ours.compiled.peak_bytes <= 1.25
+    least = 0.81 if stage == 3 else 0.98
+    assert least <= ours.compiled.wire_bytes / ours.wire_bytes <= 1.08
 
 
 def test_a_compiler_that_refuses_is_an_answer():
