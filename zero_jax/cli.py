@@ -101,7 +101,7 @@ def plan(
     planner = make_planner(
         find_builder(config), config, topology, overrides=set, memory_bytes=memory_bytes
     )
-    stages = {"own": None, "all": STAGES}.get(stage) if stage in ("own", "all") else [int(stage)]
+    stages = None if stage == "own" else STAGES if stage == "all" else [int(stage)]
     made = make_plan(planner, stages, compile=compile)
     if json:
         sys.stdout.write(plan_json(made) + "\n")

@@ -21,6 +21,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from ..layout import Layout
+from ..mesh import data_axes
 from ..placement import Placement
 from ..reporting.schedule import transfer_seconds
 from ..rules import match
@@ -218,13 +219,8 @@ def _gathered_leaf_bytes(layout: Layout, options: Mapping[str, Any]) -> int:
 def _groups(mesh: Mesh, axes: Sequence[str]) -> Sequence[Sequence[int]]:
     """Positions of the devices that meet in rings over `axes`, all other axes fixed."""
     positions = np.arange(mesh.size).reshape(mesh.devices.shape)
-    names = [name for axis in axes for name in mesh.axis_names if _is_part(name, axis)]
+    names = [name for axis in axes for name in data_axes(mesh, axis)]
     last = [mesh.axis_names.index(name) for name in names]
     first = [d for d in range(positions.ndim) if d not in last]
     size = math.prod(mesh.shape[name] for name in names)
     return positions.transpose(*first, *last).reshape(-1, size).tolist()
-
-
-def _is_part(name: str, axis: str) -> bool:
-    """Whether `name` is the axis, or a prime part of it on a refined mesh."""
-    return name == axis or name.startswith(f"{axis}_")

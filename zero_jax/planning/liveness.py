@@ -90,7 +90,7 @@ def _peak(region: Region, platform: Platform, in_loop: bool) -> int:
 
 def _products_late(region: Region) -> list[Operation]:
     """Each product, and what only moves or converts it, right before its first reader."""
-    readers: dict[Value, list[Operation]] = {}
+    readers = _readers(region.operations)
     place: dict[Operation, tuple[int, int]] = {}
     for time in range(len(region.operations) - 1, -1, -1):
         op = region.operations[time]
@@ -99,9 +99,15 @@ def _products_late(region: Region) -> list[Operation]:
             end = (len(region.operations), 0)
             first = min((place[r] for y in op.outputs for r in readers.get(y, ())), default=end)
             place[op] = (first[0], first[1] - 1)
+    return sorted(region.operations, key=place.__getitem__)
+
+
+def _readers(operations: Sequence[Operation]) -> dict[Value, list[Operation]]:
+    readers: dict[Value, list[Operation]] = {}
+    for op in operations:
         for x in op.inputs:
             readers.setdefault(x, []).append(op)
-    return sorted(region.operations, key=place.__getitem__)
+    return readers
 
 
 def _taken_over(op: Operation, ending: Sequence[Value], memory: "_Memory") -> int:
@@ -135,11 +141,7 @@ class _Memory:
 
 
 def _lay_out(operations: Sequence[Operation], outputs: Sequence[Value], platform: str) -> _Memory:
-    memory = _Memory()
-    readers: dict[Value, list[Operation]] = {}
-    for op in operations:
-        for x in op.inputs:
-            readers.setdefault(x, []).append(op)
+    memory, readers = _Memory(), _readers(operations)
     behind: dict[Value, set[Value]] = {}  # the buffers that a value is computed from
     aligned: dict[Value, set[Value]] = {}  # those of them that are read element by element
     constants: set[Value] = set()

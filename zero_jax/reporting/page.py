@@ -16,6 +16,7 @@ from .plan_words import (
     PARTS,
     any_compiled,
     candidates,
+    compiled_cell,
     exposed_seconds,
     kinds,
     place_text,
@@ -28,7 +29,7 @@ from .tables import bytes_text
 
 if TYPE_CHECKING:
     from ..planning.fit import Plan
-    from ..planning.forecast import Compiled, Forecast
+    from ..planning.forecast import Forecast
 
 Cell = Callable[["Forecast"], str]
 
@@ -73,7 +74,7 @@ def _memory_columns(plan: "Plan") -> dict[str, Cell]:
         "of the device": lambda f: share_text(f.peak_bytes, memory),
     }
     if any_compiled(plan):
-        columns["compiler's peak"] = _compiled(lambda c: bytes_text(c.peak_bytes))
+        columns["compiler's peak"] = compiled_cell(lambda c: bytes_text(c.peak_bytes))
     for field, label in PARTS.items():
         columns[label] = lambda f, field=field: bytes_text(getattr(f, field))
     if any(forecast.host_bytes for forecast in candidates(plan)):
@@ -89,23 +90,19 @@ def _time_columns(plan: "Plan") -> dict[str, Cell]:
         "of it exposed": lambda f: seconds_text(exposed_seconds(f)),
     }
     if any_compiled(plan):
-        columns["exposed, compiled"] = _compiled(lambda c: seconds_text(c.exposed_seconds))
+        columns["exposed, compiled"] = compiled_cell(lambda c: seconds_text(c.exposed_seconds))
     return columns
 
 
 def _wire_columns(plan: "Plan") -> dict[str, Cell]:
     columns: dict[str, Cell] = {"in all": lambda f: bytes_text(f.wire_bytes)}
     if any_compiled(plan):
-        columns["in all, compiled"] = _compiled(lambda c: bytes_text(c.wire_bytes))
+        columns["in all, compiled"] = compiled_cell(lambda c: bytes_text(c.wire_bytes))
     for kind in kinds(plan):
         columns[kind] = lambda f, kind=kind: sent_text(f, kind)
         if any_compiled(plan):
-            columns[f"{kind}, compiled"] = _compiled(lambda c, kind=kind: sent_text(c, kind))
+            columns[f"{kind}, compiled"] = compiled_cell(lambda c, kind=kind: sent_text(c, kind))
     return columns
-
-
-def _compiled(cell: Callable[["Compiled"], str]) -> Cell:
-    return lambda f: "-" if f.compiled is None else cell(f.compiled)
 
 
 def _table(plan: "Plan", columns: Mapping[str, Cell], label: str) -> str:

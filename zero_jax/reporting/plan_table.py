@@ -23,6 +23,7 @@ from .plan_words import (
     PARTS,
     any_compiled,
     candidates,
+    compiled_cell,
     exposed_seconds,
     kinds,
     place_text,
@@ -155,7 +156,7 @@ def _column(
 
 
 def _compiled_column(plan: "Plan", heading: str, cell: Callable[["Compiled"], str]) -> _Column:
-    return _column(plan, heading, lambda f: "-" if f.compiled is None else cell(f.compiled))
+    return _column(plan, heading, compiled_cell(cell))
 
 
 def _choice_columns(plan: "Plan") -> list[_Column]:

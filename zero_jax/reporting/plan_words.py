@@ -7,7 +7,7 @@ Not here: colours and columns (`plan_table`), figures (`plots`), HTML (`page`).
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
@@ -46,6 +46,11 @@ def candidates(plan: "Plan") -> list["Forecast"]:
 def any_compiled(plan: "Plan") -> bool:
     """Whether the compiler was asked about some candidate."""
     return any(forecast.compiled is not None for forecast in candidates(plan))
+
+
+def compiled_cell(cell: Callable[["Compiled"], str]) -> Callable[["Forecast"], str]:
+    """What `cell` says of the compiler's word on a candidate; a dash where it was not asked."""
+    return lambda forecast: "-" if forecast.compiled is None else cell(forecast.compiled)
 
 
 def verdict_text(plan: "Plan", forecast: "Forecast") -> str:
