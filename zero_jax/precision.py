@@ -7,7 +7,8 @@ one.
 
 In the user's own step (the annotated executor) `params` and `master` are carried out; `compute` and
 `reduce` belong to whoever writes the forward pass, so they are *checked* when the step is traced,
-and a difference is warned about. Loss scaling is not here; bf16 needs none.
+and a difference is warned about. `make_train_step` carries out all of them, and the loss scale
+(`loss_scale`), which fp16 needs and bf16 does not.
 """
 
 from dataclasses import dataclass
@@ -15,6 +16,8 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
+
+from .loss_scale import DynamicScale, LossScale, StaticScale
 
 
 @dataclass(frozen=True)
@@ -26,6 +29,8 @@ class Precision:
       compute: what the forward pass is expected to read; checked, see the module docstring.
       master: the copy the optimizer updates, kept in its state.
       reduce: what gradients are expected to be reduced in; checked.
+      loss_scale: a `StaticScale` or `DynamicScale`, for `make_train_step` only; its state lies in
+        the optimizer's.
 
     Raises:
       ValueError: a dtype is not a real floating dtype, or `master` is not wider than `params`.
@@ -35,6 +40,7 @@ class Precision:
     compute: DTypeLike | None = None
     master: DTypeLike | None = None
     reduce: DTypeLike | None = None
+    loss_scale: LossScale | None = None
 
     def __post_init__(self) -> None:
         for field in ("params", "compute", "master", "reduce"):
@@ -48,6 +54,11 @@ class Precision:
                     "bfloat16 or float32; complex, integer and key leaves keep their own."
                 )
             object.__setattr__(self, field, dtype)
+        if not isinstance(self.loss_scale, (StaticScale, DynamicScale, type(None))):
+            raise TypeError(
+                f"Precision(loss_scale={self.loss_scale!r}): expected a StaticScale or a "
+                "DynamicScale."
+            )
         if self.master is not None and self.params is not None:
             if _mantissa(self.master) <= _mantissa(self.params):
                 raise ValueError(
