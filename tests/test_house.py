@@ -13,10 +13,16 @@ import zero_jax
 
 PACKAGE = Path(zero_jax.__file__).parent
 FLOORS = [
-    {"stage", "mesh", "partition", "rules", "precision", "reporting.tables"},
-    {"placement", "cuts", "layout", "shortfall", "collectives", "master_weights", "optimizer"},
+    {"stage", "mesh", "partition", "rules", "loss_scale", "precision"}
+    | {"compiler_options", "reporting.tables"},
+    {"placement", "cuts", "layout", "shortfall", "collectives", "master_weights"}
+    | {"extended_state", "optimizer", "at_use", "readings"}
+    | {"layers", "layer_loop", "layer_forward", "layer_backward", "layer_derivative"},
     {"residence"},
-    {"flax_linen", "flax_nnx", "options", "anatomy", "train_state", "batch", "gather_at_use"},
+    {"flax_linen", "flax_nnx", "options", "anatomy", "train_state", "batch", "gather_at_use"}
+    | {"at_use_nnx", "layers_linen", "layers_nnx"},
+    {"step_options", "faults", "subject", "wires", "local_gradients", "gradients", "update"}
+    | {"explicit_step", "train_step"},
     {
         *(
             "reporting." + room

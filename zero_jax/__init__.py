@@ -10,11 +10,17 @@ and the user's own jitted step goes on working.
 
 The rooms, from the ground up; each imports only its own floor and lower ones:
 
-  words        stage  mesh  partition  rules  precision  reporting.tables (text only)
-  the paper    placement  cuts  layout  shortfall  collectives  master_weights  optimizer
+  words        stage  mesh  partition  rules  loss_scale  precision
+               compiler_options  reporting.tables (text only)
+  the paper    placement  cuts  layout  shortfall  collectives  master_weights  extended_state
+               optimizer  at_use  readings
+               the layer loop: layers  layer_loop  layer_forward  layer_backward
+                               layer_derivative
   residence    residence
   the state    flax_linen  flax_nnx  options  anatomy  train_state  batch
-               gather_at_use
+               gather_at_use  at_use_nnx  layers_linen  layers_nnx
+  the step     step_options  faults  subject  wires  local_gradients  gradients  update
+               explicit_step  train_step
   beside, reads only
     planning   closed forms: memory  activations  communication
                machines:     hardware  gpu_target  topology  doctor
@@ -26,12 +32,22 @@ The rooms, from the ground up; each imports only its own floor and lower ones:
 
 A training state goes through them in this order: `anatomy` takes it apart, `layout` decides where
 every leaf lies, `residence` puts it there, `optimizer` computes the stage inside the user's step.
+Or the step is the library's, `make_train_step`, with every collective written out: `explicit_step`
+has its order of events, `wires` its communication.
 """
 
 from .batch import shard_batch as shard_batch
+from .collectives import mean_over_batch as mean_over_batch
+from .explicit_step import Metrics as Metrics
 from .gather_at_use import gather_at_use as gather_at_use
+from .gather_at_use import gather_params as gather_params
+from .layers import scan_layers as scan_layers
+from .layers_linen import ScanLayers as ScanLayers
+from .layers_nnx import scan_layers_nnx as scan_layers_nnx
 from .layout import Layout as Layout
 from .layout import LeafReport as LeafReport
+from .loss_scale import DynamicScale as DynamicScale
+from .loss_scale import StaticScale as StaticScale
 from .master_weights import MasterWeights as MasterWeights
 from .optimizer import PartitionedOptimizer as PartitionedOptimizer
 from .optimizer import partition_optimizer as partition_optimizer
@@ -43,3 +59,6 @@ from .train_state import layout_of as layout_of
 from .train_state import lower_init_train_state as lower_init_train_state
 from .train_state import shard_train_state as shard_train_state
 from .train_state import unshard_train_state as unshard_train_state
+from .train_step import TrainStep as TrainStep
+from .train_step import make_train_step as make_train_step
+from .train_step import step_compiler_options as step_compiler_options

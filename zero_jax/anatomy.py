@@ -17,8 +17,8 @@ import optax
 from jax.sharding import Mesh
 
 from . import flax_linen, flax_nnx
+from .extended_state import extend, init_extended
 from .layout import Layout, build_layout
-from .master_weights import add_master, init_with_master
 from .optimizer import PartitionedOptimizer, partition_optimizer
 from .options import Options
 from .placement import Leaf
@@ -60,7 +60,7 @@ def lay_out(anatomy: Anatomy, options: Options) -> Layout:
       ZeroWarning: the stage falls short; see `shortfall`.
     """
     specs, precision = anatomy.specs(options.mesh), options.precision
-    opt_state = add_master(anatomy.params, anatomy.opt_state, precision)
+    opt_state = extend(anatomy.params, anatomy.opt_state, precision)
 
     def read(name: str, tree: Tree) -> Tree:
         return read_leaves(name, tree, options.mesh, options.axis, specs)
@@ -72,7 +72,7 @@ def lay_out(anatomy: Anatomy, options: Options) -> Layout:
     )
     tx = anatomy.tx
     expected = jax.eval_shape(
-        lambda p: init_with_master(tx.inner, p, precision), jax.tree.map(_abstract, params)
+        lambda p: init_extended(tx.inner, p, precision), jax.tree.map(_abstract, params)
     )
     _check_same_tree(state, expected)
     if precision.master is not None:  # moments are those of the master copies
@@ -87,6 +87,7 @@ def lay_out(anatomy: Anatomy, options: Options) -> Layout:
         min_size=options.min_size,
         rules=options.rules,
         frozen=anatomy.frozen,
+        pads_parameters=options.executor == "explicit",
     )
     tx.bind(layout, precision)
     warn_if_short(layout)
@@ -111,6 +112,11 @@ def open_state(state: Any, tx: Any = None) -> Anatomy:
 def open_laid_out(state: Any, tx: Any = None) -> Anatomy:
     """Take apart a state that has been laid out; closed again, it has its plain optimizer."""
     return _open(state, tx, lambda own: None if own is None else own.inner)
+
+
+def open_in_step(state: Any, tx: Any = None) -> Anatomy:
+    """Take apart a state that has been laid out; closed again, it has its wrapped optimizer."""
+    return _open(state, tx, lambda own: tx if own is None else own)
 
 
 def _open(state: Any, tx: Any, optimizer: Callable[[Any], Any]) -> Anatomy:

@@ -41,6 +41,8 @@ class Cuts:
       others: leaves outside of parameters and optimizer state.
       rules: path pattern -> rule; see `rules`.
       frozen: paths in `others` of parameters that the optimizer does not train.
+      pads_parameters: parameters may be padded at rest, and lie apart from statistics: no code of
+        the user's reads them there.
     """
 
     stage: Stage
@@ -51,6 +53,7 @@ class Cuts:
     others: Sequence[Leaf]
     rules: Mapping[str, Rule]
     frozen: Collection[str]
+    pads_parameters: bool = False
 
     def update(self, leaf: Leaf) -> Partition:
         """A parameter inside the optimizer's update, and so its moments."""
@@ -95,7 +98,9 @@ class Cuts:
         return whole(leaf.shape, leaf.held, "not a model state")
 
     def _at_rest(self, leaf: Leaf, rule: Rule | None) -> Partition:
-        partition = self._cut(leaf, rule, self.stage.partitions_parameters, may_pad=False)
+        partition = self._cut(
+            leaf, rule, self.stage.partitions_parameters, may_pad=self.pads_parameters
+        )
         if partition.form == "factor" and is_explicit(self.mesh):
             reason = f"N={self._n} divides no dim, and an Explicit axis is not refined"
             return whole(leaf.shape, leaf.held, reason)
@@ -132,6 +137,12 @@ class Cuts:
     def _n(self) -> int:
         return self.mesh.shape[self.axis]
 
+    @property
+    def stacked(self) -> frozenset[str]:
+        """Paths of parameters with layers along their first dim."""
+        rules = self._rule_of.items()
+        return frozenset(p for p, rule in rules if rule == "stacked" and p in self.params)
+
     @cached_property
     def _rule_of(self) -> dict[str, Rule]:
         return match(self.rules, list(self.params), [leaf.path for leaf in self.others])
@@ -145,7 +156,7 @@ class Cuts:
         compile again.
         """
         found = set()
-        for leaf in self.others:
+        for leaf in () if self.pads_parameters else self.others:
             owner = self._owner(leaf)
             if owner is None or owner.shape != leaf.shape:
                 module = leaf.path.split("/")[:-1]

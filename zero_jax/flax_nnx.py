@@ -96,3 +96,12 @@ def variable_specs(state: Any, mesh: Mesh) -> dict[str, tuple[object, ...]]:
         if names is not None:
             specs[path_of(keys)] = on_mesh(tuple(names), mesh)
     return specs
+
+
+def parameters_of(model: nnx.Module, wrt: Any) -> dict[str, nnx.Variable[Any]]:
+    """Path -> Variable of every parameter that `wrt` filters, the model's own objects.
+
+    Paths are those of `open_state`'s parameters; a Variable that is shared has one.
+    """
+    found = jax.tree_util.tree_flatten_with_path(nnx.state(model, wrt), is_leaf=_is_variable)[0]
+    return {path_of(keys): variable for keys, variable in found}

@@ -10,9 +10,12 @@ flax unboxes every metadata box when a module reads the parameter, also inside `
 The gather is a constraint whose transpose is another constraint, back to the parameter's own
 partition: a plain constraint would make the gradient whole too.
 
-Not here: collectives by name, prefetching the next layer, NNX models.
+`gather_params` gathers all of them at once, for any model: what evaluation needs.
+
+Not here: collectives by name (`at_use`), prefetching the next layer (`layers`), NNX models at use.
 """
 
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -63,6 +66,22 @@ def gather_at_use(params: Params, state: Any) -> Params:
     return jax.tree.map(_boxed, params, placements, is_leaf=_is_box)
 
 
+def gather_params(params: Params, state: Any) -> Params:
+    """Return all parameters whole, in their logical shapes; for evaluation, inside jit.
+
+    Args:
+      params: the parameters, as a state from any executor has them.
+      state: the state they are from, traced or not, or its wrapped `tx`.
+
+    Raises:
+      TypeError, ValueError: as `gather_at_use`.
+    """
+    boxed = gather_at_use(params, state)
+    return jax.tree.map(
+        lambda x: x.unbox() if isinstance(x, _GatheredAtUse) else x, boxed, is_leaf=_is_box
+    )
+
+
 def _is_box(node: Any) -> bool:
     return isinstance(node, meta.AxisMetadata)
 
@@ -73,24 +92,35 @@ def _boxed(param: Any, placement: Any) -> Any:
     assert isinstance(lies, Placement)
     if lies.rest == lies.gathered or lies.partition.form == "whole":
         return param
-    return _GatheredAtUse(array, _full(lies.gathered, lies), _full(lies.rest, lies))
+    at_rest = lies.partition.rest_shape
+    gathered = NamedSharding(lies.mesh, lies.gathered.spec)
+    return _GatheredAtUse(
+        array, _full(gathered, at_rest), _full(lies.rest, at_rest), lies.leaf.shape
+    )
 
 
-def _full(sharding: NamedSharding, placement: Placement) -> NamedSharding:
+def _full(sharding: NamedSharding, shape: tuple[int, ...]) -> NamedSharding:
     """The same sharding, its spec written to the full length."""
-    missing = (None,) * (len(placement.leaf.shape) - len(sharding.spec))
+    missing = (None,) * (len(shape) - len(sharding.spec))
     return NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec, *missing))
 
 
 class _GatheredAtUse(meta.AxisMetadata[Any], struct.PyTreeNode):
-    """A partitioned parameter that unboxes to the gathered one; specs have an entry per dim."""
+    """A partitioned parameter that unboxes to the gathered one, of a logical `shape`.
+
+    Specs have an entry per dim at rest, where the parameter may be padded or flattened.
+    """
 
     value: Any
     gathered: NamedSharding = struct.field(pytree_node=False)
     partitioned: NamedSharding = struct.field(pytree_node=False)
+    shape: tuple[int, ...] = struct.field(pytree_node=False)
 
     def unbox(self) -> Any:
-        return _gather(self.value, self.gathered, self.partitioned)
+        whole: Any = _gather(self.value, self.gathered, self.partitioned)
+        if whole.ndim != len(self.shape):
+            return whole[: math.prod(self.shape)].reshape(self.shape)
+        return whole if whole.shape == self.shape else whole[tuple(map(slice, self.shape))]
 
     def replace_boxed(self, val: Any) -> Any:
         return self.replace(value=val)
@@ -98,19 +128,23 @@ class _GatheredAtUse(meta.AxisMetadata[Any], struct.PyTreeNode):
     def add_axis(self, index: int, params: dict[Any, Any]) -> Any:
         """A dim more, which lies whole: one that a vmap or scan puts back."""
         del params
-        return self._edited(lambda spec: spec[:index] + (None,) + spec[index:])
+        shape = self.shape[:index] + (1,) + self.shape[index:]
+        return self._edited(lambda spec: spec[:index] + (None,) + spec[index:], shape)
 
     def remove_axis(self, index: int, params: dict[Any, Any]) -> Any:
         """A dim less: the one that a vmap or scan goes through."""
         del params
-        return self._edited(lambda spec: spec[:index] + spec[index + 1 :])
+        shape = self.shape[:index] + self.shape[index + 1 :]
+        return self._edited(lambda spec: spec[:index] + spec[index + 1 :], shape)
 
-    def _edited(self, edit: Callable[[tuple[Any, ...]], tuple[Any, ...]]) -> Any:
+    def _edited(
+        self, edit: Callable[[tuple[Any, ...]], tuple[Any, ...]], shape: tuple[int, ...]
+    ) -> Any:
         gathered, partitioned = (
             NamedSharding(s.mesh, PartitionSpec(*edit(tuple(s.spec))))
             for s in (self.gathered, self.partitioned)
         )
-        return self.replace(gathered=gathered, partitioned=partitioned)
+        return self.replace(gathered=gathered, partitioned=partitioned, shape=shape)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(1, 2))

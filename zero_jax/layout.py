@@ -55,6 +55,7 @@ class Layout:
       updates: the same, for the parameter inside the update: the optimizer's partition.
       opt_state: tree of `Placement`, structure of the optimizer state.
       other: tree of `Placement` of all other leaves (statistics, keys, counters, averages).
+      stacked: paths of parameters that a rule calls "stacked": layers along their first dim.
     """
 
     stage: Stage
@@ -66,6 +67,7 @@ class Layout:
     updates: Tree
     opt_state: Tree
     other: Tree
+    stacked: frozenset[str] = frozenset()
 
     def report(self) -> list[LeafReport]:
         """One record per leaf, in the order params, grads, opt_state, other."""
@@ -165,6 +167,7 @@ def build_layout(
     min_size: int = 0,
     rules: Mapping[str, Rule] | None = None,
     frozen: Collection[str] = (),
+    pads_parameters: bool = False,
 ) -> Layout:
     """Decide where every leaf lies.
 
@@ -176,6 +179,7 @@ def build_layout(
       min_size: leaves with fewer elements stay whole.
       rules: path pattern -> rule; see `rules`.
       frozen: paths of leaves of `other` that are parameters the optimizer does not train.
+      pads_parameters: parameters may be padded at rest, since no user's code reads them.
 
     Raises:
       ValueError: a rule matches no parameter, or its spec does not fit the leaf.
@@ -190,6 +194,7 @@ def build_layout(
         others=others,
         rules=rules or {},
         frozen=frozen,
+        pads_parameters=pads_parameters,
     )
     at_rest = [*map(cuts.parameter, jax.tree.leaves(params)), *map(cuts.other, others)]
     needs_factor = any(partition.form == "factor" for partition in at_rest)
@@ -208,4 +213,5 @@ def build_layout(
         updates=placed("opt_state", cuts.update, params),
         opt_state=placed("opt_state", cuts.optimizer, opt_state),
         other=placed("other", cuts.other, other),
+        stacked=cuts.stacked,
     )

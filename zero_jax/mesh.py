@@ -11,6 +11,8 @@ has chosen to program with sharding in types, and the mesh stays Explicit.
 Not here: a global mesh. Nothing in this package remembers a mesh except the layout of a state.
 """
 
+from collections.abc import Sequence
+
 import jax
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh
@@ -64,13 +66,62 @@ def refine(mesh: Mesh, axis: str) -> Mesh:
     over the rest. A whole state lies on one mesh, refined or not: an output whose sharding the
     user's jit leaves open is named after the mesh of the first argument.
     """
-    at, n = mesh.axis_names.index(axis), mesh.shape[axis]
-    primes = prime_factors(n)
-    shape = mesh.devices.shape
-    devices = mesh.devices.reshape(shape[:at] + tuple(primes) + shape[at + 1 :])
-    split = tuple(f"{axis}_{i}" for i in range(len(primes)))
+    return _split(mesh, axis, prime_factors(mesh.shape[axis]))
+
+
+def _split(mesh: Mesh, axis: str, sizes: Sequence[int]) -> Mesh:
+    at, shape = mesh.axis_names.index(axis), mesh.devices.shape
+    devices = mesh.devices.reshape(shape[:at] + tuple(sizes) + shape[at + 1 :])
+    split = tuple(f"{axis}_{i}" for i in range(len(sizes)))
     names = mesh.axis_names[:at] + split + mesh.axis_names[at + 1 :]
     return Mesh(devices, names, axis_types=(AxisType.Auto,) * devices.ndim)
+
+
+def torus_mesh(mesh: Mesh, axis: str) -> Mesh:
+    """On TPU, split the data axis into the axes of the torus that it runs along.
+
+    A reduce-scatter over several axes of a torus at once is compiled to an all-reduce, at twice the
+    bytes; one along each axis in turn is not. Devices keep their order, so that arrays lie on both
+    meshes alike. Elsewhere, and where the order follows no axes, the mesh itself.
+    """
+    if mesh.devices.flat[0].platform != "tpu" or axis not in mesh.shape:
+        return mesh
+    at = mesh.axis_names.index(axis)
+    line = np.moveaxis(mesh.devices, at, 0).reshape(mesh.shape[axis], -1)[:, 0]
+    sizes = torus_sizes([(*d.coords, getattr(d, "core_on_chip", 0)) for d in line])
+    return _split(mesh, axis, sizes) if len(sizes) > 1 else mesh
+
+
+def torus_sizes(coords: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
+    """Sizes of the axes along which a list of coordinates runs, the slowest first.
+
+    >>> torus_sizes([(0, 0), (0, 1), (1, 0), (1, 1)])
+    (2, 2)
+    >>> torus_sizes([(0, 0), (0, 1), (1, 1), (1, 0)])  # a ring: no axes
+    (4,)
+    """
+    found, sizes, step = np.asarray(coords), [], 1
+    n, differs = len(coords), found != found[:1]
+    while step < n:
+        changed = differs[step]
+        size = 1
+        while size * step < n and (differs[size * step] == changed).all():
+            size += 1
+        if changed.sum() != 1 or n % (size * step):
+            return (n,)
+        sizes.insert(0, size)
+        step *= size
+    grid = found.reshape(*sizes, -1)
+    lines = [
+        np.moveaxis(grid, k, 0)[(slice(None), *[0] * (len(sizes) - 1))] for k in range(len(sizes))
+    ]
+    moved = sum(
+        (line - found[0]).reshape(
+            [-1 if k == a else 1 for a in range(len(sizes))] + [found.shape[1]]
+        )
+        for k, line in enumerate(lines)
+    )
+    return tuple(sizes) if n > 1 and (grid == found[0] + moved).all() else (n,)
 
 
 def data_axes(mesh: Mesh, axis: str) -> tuple[str, ...]:

@@ -19,8 +19,9 @@ import jax.numpy as jnp
 import optax
 
 from .collectives import constrain, pad, pin_sum, unpad
+from .extended_state import LossScaled, init_extended
 from .layout import Layout
-from .master_weights import MasterWeights, init_with_master, update_with_master
+from .master_weights import MasterWeights, update_with_master
 from .placement import Placement
 from .precision import Precision
 from .shortfall import warn
@@ -45,6 +46,17 @@ class PartitionedOptimizer(optax.GradientTransformationExtraArgs):
     def inner(self) -> optax.GradientTransformation:
         """The user's own transformation."""
         return _binding(self).given
+
+    @property
+    def precision(self) -> Precision:
+        """Dtypes and loss scale of the state it is laid out for."""
+        return _binding(self).precision
+
+    def update_inner(
+        self, grads: Tree, state: Any, params: Tree, extra: dict[str, Any]
+    ) -> tuple[Tree, Any]:
+        """The user's own update, extra arguments dropped where it takes none."""
+        return _binding(self).inner.update(grads, state, params, **extra)
 
     def __getattr__(self, name: str) -> Any:
         """What else the user's optimizer has: `MultiSteps.has_updated`, say."""
@@ -124,7 +136,7 @@ class _Binding:
         layout, precision = self.layout, self.precision
 
         def born(params: Tree) -> Any:
-            state = init_with_master(self.inner, params, precision)
+            state = init_extended(self.inner, params, precision)
             return _map(pad, layout.opt_state, state, "opt_state")
 
         return jax.jit(born)(params)
@@ -138,6 +150,11 @@ class _Binding:
             raise ValueError(
                 "tx: this optimizer is wrapped, but no state was laid out for it; call "
                 "zero_jax.shard_train_state(state, stage, tx=tx) before the first step."
+            )
+        if isinstance(state, LossScaled):
+            raise ValueError(
+                "tx: this optimizer's state has a loss scale, which the step itself has to carry "
+                "out; use zero_jax.make_train_step, or a Precision without loss_scale."
             )
         grads = _map(_lies_at_rest, layout.grads, updates, "grads")  # reduced
         _check_dtypes(layout, self.precision, updates)

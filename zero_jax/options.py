@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal, get_args
 
 import jax
 from jax.sharding import Mesh, NamedSharding
@@ -11,6 +11,8 @@ from .mesh import resolve_mesh
 from .precision import Precision
 from .rules import Rule
 from .stage import Stage, parse_stage
+
+Executor = Literal["annotated", "explicit"]
 
 DEFAULT_MIN_SIZE = 8
 """Leaves with fewer elements stay whole. Eight fp32 numbers are 32 bytes, the smallest piece of GPU
@@ -29,6 +31,7 @@ class Options:
     min_size: int = DEFAULT_MIN_SIZE
     precision: Precision = field(default_factory=Precision)
     rules: Mapping[str, Rule] = field(default_factory=dict)
+    executor: Executor = "annotated"
 
 
 def check_options(
@@ -39,12 +42,13 @@ def check_options(
     min_size: int,
     precision: Precision | None,
     rules: Mapping[str, Rule] | None,
+    executor: Executor,
 ) -> Options:
     """Read the arguments of an entry point.
 
     Args:
       state: the state, or None; with mesh=None its own mesh is used where it has one.
-      stage, mesh, axis, min_size, precision, rules: as in `shard_train_state`.
+      stage, mesh, axis, min_size, precision, rules, executor: as in `shard_train_state`.
 
     Raises:
       TypeError, ValueError: naming the argument.
@@ -61,8 +65,14 @@ def check_options(
             f"precision={precision!r} is a {type(precision).__name__}; expected a "
             "zero_jax.Precision, such as Precision.bf16()."
         )
+    if executor not in get_args(Executor):
+        raise ValueError(
+            f"executor={executor!r}; expected one of {', '.join(map(repr, get_args(Executor)))}."
+        )
     resolved = resolve_mesh(mesh if mesh is not None else _found_mesh(state, axis), axis)
-    return Options(parsed, resolved, axis, min_size, precision or Precision(), rules or {})
+    return Options(
+        parsed, resolved, axis, min_size, precision or Precision(), rules or {}, executor
+    )
 
 
 def _found_mesh(state: Any, axis: str) -> Mesh | None:

@@ -8,6 +8,7 @@ leaves. Single small leaves that stay whole are in the layout's table.
 import math
 import sys
 import warnings
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -84,8 +85,30 @@ def _largest(placements: list[Placement], n: int) -> str:
 
 
 def warn(message: str) -> None:
-    """Issue a `ZeroWarning` at the caller's line outside of this package."""
+    """Issue a `ZeroWarning` at the caller's line outside of this package, and of jax's tracing."""
     frame, level = sys._getframe(1), 2
-    while frame.f_back and frame.f_globals["__name__"].split(".")[0] == __package__:
+    while frame.f_back and frame.f_globals["__name__"].split(".")[0] in (__package__, "jax"):
         frame, level = frame.f_back, level + 1
     warnings.warn(message, ZeroWarning, stacklevel=level)
+
+
+def warn_of_readings(placements: Sequence[Placement], readings: Sequence[str], why: str) -> None:
+    """Warn about partitioned parameters that are gathered at the start of the loss and kept.
+
+    Warns:
+      ZeroWarning: stage 3 was to gather them layer by layer.
+    """
+    whole = [
+        p
+        for p, reading in zip(placements, readings, strict=True)
+        if reading == "read whole" and p.partition.parts > 1
+    ]
+    if whole:
+        largest = max(whole, key=lambda p: p.total_bytes)
+        held = bytes_text(sum(p.total_bytes for p in whole))
+        warn(
+            f'regather="layer": {len(whole)} parameters, {held}, are gathered at the start of the '
+            f"loss and kept until its end, the largest {largest.leaf.path!r} "
+            f"({bytes_text(largest.total_bytes)}): {why}. Read parameters through a Flax module or "
+            'scan_layers; regather="keep" says that this is meant.'
+        )

@@ -31,10 +31,10 @@ from .anatomy import (
     optimizer_of,
 )
 from .collectives import constrain, pad
+from .extended_state import extend
 from .layout import Layout
-from .master_weights import add_master
 from .optimizer import PartitionedOptimizer
-from .options import DEFAULT_MIN_SIZE, Options, check_options
+from .options import DEFAULT_MIN_SIZE, Executor, Options, check_options
 from .precision import Precision
 from .residence import abstract, gather, is_compile_only, place, strengthen
 from .rules import Rule
@@ -52,6 +52,7 @@ def shard_train_state(
     min_size: int = DEFAULT_MIN_SIZE,
     precision: Precision | None = None,
     rules: Mapping[str, Rule] | None = None,
+    executor: Executor = "annotated",
     tx: Any = None,
 ) -> S:
     """Lay a training state out for a ZeRO stage (arXiv 1910.02054, section 5).
@@ -67,6 +68,9 @@ def shard_train_state(
       min_size: leaves with fewer elements stay whole; 0 cuts everything with 2 elements or more.
       precision: dtypes of parameters and master copies; by default as the state has them.
       rules: pattern of a path -> "whole", "stacked", "frozen" or a `PartitionSpec`; see `rules`.
+      executor: who reads the parameters. "annotated": the user's own step, which needs their
+        shapes. "explicit": only `make_train_step`, so that at stage 3 a parameter that no dim
+        divides is padded at rest as its moments are.
       tx: for a state without a `tx` of its own, the optimizer its step uses, wrapped by
         `partition_optimizer`; for a dict of states, a dict of them.
 
@@ -85,7 +89,7 @@ def shard_train_state(
         return map_states(
             lambda one, its_tx: shard_train_state(
                 one, stage, mesh=mesh, axis=axis, min_size=min_size,
-                precision=precision, rules=rules, tx=its_tx,
+                precision=precision, rules=rules, executor=executor, tx=its_tx,
             ), state, tx,
         )  # fmt: skip
     if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(state)):
@@ -93,14 +97,14 @@ def shard_train_state(
             "state: its leaves are traced; call shard_train_state outside of jit, or give the "
             "function that makes the state to init_train_state."
         )
-    options = check_options(state, stage, mesh, axis, min_size, precision, rules)
+    options = check_options(state, stage, mesh, axis, min_size, precision, rules, executor)
     anatomy = open_state(state, tx)
     if is_compile_only(options.mesh) and not all(map(_is_abstract, jax.tree.leaves(state))):
         raise ValueError(
             "mesh: its devices hold no arrays in this process; pass shapes: jax.eval_shape(create)."
         )
     layout = lay_out(anatomy, options)
-    opt_state = add_master(anatomy.params, anatomy.opt_state, options.precision)
+    opt_state = extend(anatomy.params, anatomy.opt_state, options.precision)
     parts = (anatomy.params, opt_state, anatomy.other)
     return anatomy.close(*jax.tree.map(place, parts, _placements(layout)))
 
@@ -114,6 +118,7 @@ def init_train_state(
     min_size: int = DEFAULT_MIN_SIZE,
     precision: Precision | None = None,
     rules: Mapping[str, Rule] | None = None,
+    executor: Executor = "annotated",
     tx: Any = None,
 ) -> S:
     """Build a training state that never exists whole on any device.
@@ -125,12 +130,12 @@ def init_train_state(
       args: its arguments, arrays (a key, no seed; bind what is static with `functools.partial`).
         If one is a `ShapeDtypeStruct`, or the mesh cannot hold arrays here, the state that comes
         back is abstract.
-      stage, mesh, axis, min_size, precision, rules, tx: as in `shard_train_state`.
+      stage, mesh, axis, min_size, precision, rules, executor, tx: as in `shard_train_state`.
 
     Returns:
       The state, each leaf born in its place.
     """
-    options = check_options(None, stage, mesh, axis, min_size, precision, rules)
+    options = check_options(None, stage, mesh, axis, min_size, precision, rules, executor)
     birth = _birth(create, args, options, tx)
     described = any(map(_is_abstract, jax.tree.leaves(args)))
     if described or is_compile_only(options.mesh):
@@ -147,13 +152,14 @@ def lower_init_train_state(
     min_size: int = DEFAULT_MIN_SIZE,
     precision: Precision | None = None,
     rules: Mapping[str, Rule] | None = None,
+    executor: Executor = "annotated",
     tx: Any = None,
 ) -> jax.stages.Lowered:
     """The initialisation that `init_train_state` runs, lowered and not run.
 
     `.compile().memory_analysis()` says what a device holds meanwhile: its part and one leaf.
     """
-    options = check_options(None, stage, mesh, axis, min_size, precision, rules)
+    options = check_options(None, stage, mesh, axis, min_size, precision, rules, executor)
     return _birth(create, args, options, tx).jitted.lower(*args)
 
 
@@ -225,7 +231,7 @@ def _birth(create: Callable[..., Any], args: tuple[Any, ...], options: Options, 
         params, opt_state, other = parts(*args)
         # drawn in parts and gathered in the dtype at rest: no wide copy of a leaf is ever whole
         params = jax.tree.map(lambda x, p: constrain(x, p.flight), params, layout.updates)
-        trees = params, add_master(params, opt_state, options.precision), other
+        trees = params, extend(params, opt_state, options.precision), other
         return [
             pad(strengthen(jnp.asarray(x), p), p)
             for x, p in zip(jax.tree.leaves(trees), where, strict=True)

@@ -1,0 +1,179 @@
+"""The explicit step on a traced state: the order of events, in one place.
+
+ZeRO (arXiv 1910.02054, section 7):
+
+  open      the state, as `shard_train_state` or `init_train_state` laid it out
+  gradient  in `shard_map` over the batch's axes: gather, differentiate, reduce (`gradients`)
+  fault     what is not finite shows in the global norm, alike on every device (`faults`)
+  unscale, transform, clip
+  update    optax in the global view, each device its own part (`update`)
+  hook      what the user does after it
+  close     the same type again, every leaf where it was
+
+A step whose gradients are not finite, or whose batch weighs nothing, leaves the state as it is, bit
+for bit; `Metrics.fault` says why.
+
+Not here: jit, donation, what is done about a fault (`train_step`).
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
+
+from . import flax_linen
+from .anatomy import open_in_step
+from .collectives import constrain, pad, unpad
+from .extended_state import LossScaled, split_scale
+from .faults import Fault, find_fault, passes
+from .gradients import compute_gradients
+from .loss_scale import DynamicScale, ScaleState, hopeless, next_scale
+from .step_options import StepOptions
+from .subject import Subject, open_subject
+from .update import apply_update
+
+Tree = Any
+
+
+class Metrics(NamedTuple):
+    """What a step reports; arrays (), equal on every device.
+
+    Attributes:
+      loss: mean over the batch, or total over weight; fp32, unscaled.
+      weight: what the batch weighs (tokens, say); the number of microbatches over all devices for a
+        loss that returns a mean.
+      grad_norm: global norm of the gradients before clipping, fp32, unscaled.
+      loss_scale: by which this step's loss was multiplied, 1 without a policy.
+      skipped: 1 if the state was left as it is, int32.
+      fault: a `Fault`, int32; 0 is none.
+      aux: what the loss returned beside, combined over microbatches and devices.
+    """
+
+    loss: jax.Array
+    weight: jax.Array
+    grad_norm: jax.Array
+    loss_scale: jax.Array
+    skipped: jax.Array
+    fault: jax.Array
+    aux: Any
+
+
+def explicit_step(
+    state: Any, batch: Tree, key: Any, *, loss_fn: Any, tx: Any, options: StepOptions
+) -> tuple[Any, Metrics]:
+    """One step, traced; see the module docstring."""
+    subject = open_subject(state, tx, loss_fn, options)
+    before, optimizer = subject.anatomy, subject.tx
+    scale_state, opt_state = split_scale(before.opt_state)
+    scale = jnp.float32(1) if scale_state is None else scale_state.scale
+
+    found = compute_gradients(subject, batch, key, scale, options)
+    loss, norm = found.total / found.weight, found.norm / scale
+    fault = find_fault(found.weight, norm)
+    keep = passes(fault, scale_state is not None, options)
+    gradients = _unscale(found.gradients, scale_state)
+    gradients = _transform(gradients, subject, options)
+    gradients = _clip(gradients, norm, options)
+
+    frozen = [not trains for trains in found.trains]
+    params, opt_state = apply_update(
+        optimizer, gradients, opt_state, before.params, keep=keep, frozen=frozen, loss=loss
+    )
+    other = _count_step(subject.put_back(found.carried))
+    if options.after_update is not None:
+        params, other = _hook(params, opt_state, other, subject, tx, options.after_update)
+        params = jax.tree.map(lambda new, old: _choose(keep, new, old), params, before.params)
+    other = jax.tree.map(lambda new, old: _choose(keep, new, old), other, before.other)
+    other = jax.tree.map(lambda x, p: constrain(x, p.rest), other, subject.layout.other)
+    if scale_state is not None:
+        after, fault = _next_scale(scale_state, fault, optimizer.precision.loss_scale)
+        places, _ = split_scale(subject.layout.opt_state)
+        after = jax.tree.map(lambda x, p: constrain(x, p.rest), after, places)
+        opt_state = LossScaled(after, opt_state)
+    metrics = Metrics(loss, found.weight, norm, scale, 1 - keep.astype(jnp.int32), fault, found.aux)
+    everywhere = NamedSharding(subject.layout.mesh, PartitionSpec())
+    metrics = jax.tree.map(lambda x: constrain(x, everywhere), metrics)
+    return before.close(params, opt_state, other), metrics
+
+
+def _unscale(gradients: list[Any], scale_state: ScaleState | None) -> list[Any]:
+    if scale_state is None:
+        return gradients
+    return _times(gradients, 1 / scale_state.scale)
+
+
+def _transform(gradients: list[Any], subject: Subject, options: StepOptions) -> list[Any]:
+    """The user's function of the gradient tree; what it returns lies as the gradients did."""
+    if options.transform_grads is None:
+        return gradients
+    structure = jax.tree.structure(subject.anatomy.params)
+    returned = options.transform_grads(structure.unflatten(gradients))
+    changed, places = jax.tree.leaves(returned), jax.tree.leaves(subject.layout.updates)
+    shapes = [jnp.shape(g) for g in changed]
+    if jax.tree.structure(returned) != structure or shapes != [p.leaf.shape for p in places]:
+        raise ValueError(
+            f"transform_grads: it returned {len(changed)} leaves, {shapes[:2]} and so on, in a "
+            f"{type(returned).__name__}; expected the tree that it was given, with its "
+            f"{len(places)} leaves and their shapes."
+        )
+    return [constrain(g, p.flight) for g, p in zip(changed, places, strict=True)]
+
+
+def _clip(gradients: list[Any], norm: jax.Array, options: StepOptions) -> list[Any]:
+    limit = options.clip_norm
+    if limit is None:
+        return gradients
+    return _times(gradients, jnp.where(norm < limit, 1.0, limit / norm))
+
+
+def _times(gradients: list[Any], factor: jax.Array) -> list[Any]:
+    numbers = [jnp.issubdtype(g.dtype, jnp.inexact) for g in gradients]
+    return [
+        g * factor.astype(g.real.dtype) if is_number else g
+        for g, is_number in zip(gradients, numbers, strict=True)
+    ]
+
+
+def _next_scale(state: ScaleState, fault: jax.Array, policy: Any) -> tuple[ScaleState, jax.Array]:
+    """The loss scale after this step, and the fault: what a dynamic scale answers is an overflow.
+
+    A batch without a weight says nothing of overflows, and leaves the scale alone too.
+    """
+    overflows = fault == Fault.NON_FINITE
+    weighs = overflows | (fault == Fault.NONE)
+    after = next_scale(policy, state, ~overflows)
+    after = jax.tree.map(lambda new, old: jnp.where(weighs, new, old), after, state)
+    if isinstance(policy, DynamicScale):
+        fault = jnp.where(overflows, Fault.OVERFLOW, fault)
+        fault = jnp.where(overflows & hopeless(policy, after), Fault.HOPELESS, fault)
+    return after, fault.astype(jnp.int32)
+
+
+def _count_step(other: Tree) -> Tree:
+    """The state's own count of steps, one more."""
+    step = flax_linen.get(other, "step")
+    if step is None or not jnp.issubdtype(jnp.result_type(step), jnp.integer):
+        return other
+    return flax_linen.replace(other, step=jnp.asarray(step) + 1)
+
+
+def _choose(keep: jax.Array, new: Any, old: Any) -> Any:
+    """`new` where the step passes, else the old bits."""
+    if new is old:
+        return old
+    if jnp.issubdtype(old.dtype, jax.dtypes.prng_key):
+        return jax.lax.cond(keep, lambda: new, lambda: old)
+    chosen = jnp.where(keep, new, old)
+    return chosen if chosen.dtype == old.dtype else chosen.astype(old.dtype)  # weak types stay weak
+
+
+def _hook(
+    params: Tree, opt_state: Any, other: Tree, subject: Subject, tx: Any, after_update: Any
+) -> tuple[Tree, Tree]:
+    """What the user does after the update, on logical shapes; parameters and others at rest."""
+    places = subject.layout.params, subject.layout.other
+    logical = jax.tree.map(unpad, (params, other), places)
+    state = after_update(subject.anatomy.close(logical[0], opt_state, logical[1]))
+    changed = open_in_step(state, tx)
+    return jax.tree.map(pad, (changed.params, changed.other), places)

@@ -1,0 +1,254 @@
+"""Gradients of a batch, from outside of `shard_map`: specs in, gradients in flight out.
+
+The state and the batch go in as they lie, each device gets its pieces, and the reduced gradients
+come out under the optimizer's partition. Only the axes that the batch is split over are manual;
+axes of tensor parallelism stay automatic (ZeRO, arXiv 1910.02054, section 1, on ZeRO with model
+parallelism).
+
+Not here: what a device does (`local_gradients`), which collective a parameter takes (`wires`).
+"""
+
+import math
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, PartitionSpec
+
+from .at_use import Partitioned, Wire
+from .collectives import constrain, unpad
+from .local_gradients import Axes, make_local_gradient
+from .mesh import data_axes, torus_mesh
+from .readings import Reading, find_readings
+from .residence import path_of
+from .shortfall import warn, warn_of_readings
+from .step_options import StepOptions
+from .subject import Device, Subject
+from .wires import wires_of
+
+Tree = Any
+_ALIKE = PartitionSpec()
+
+
+class Gradients(NamedTuple):
+    """What a batch gave.
+
+    Attributes:
+      gradients: one for each parameter, times the loss scale, in flight: logical shapes under
+        `layout.updates`. Zeros for a frozen one.
+      carried: the collections, changed.
+      aux: what the loss returned beside.
+      total, weight: fp32 (): sums over the batch; the loss is their quotient.
+      norm: fp32 (): global norm of the gradients, times the loss scale.
+      trains: which parameters are not frozen.
+    """
+
+    gradients: list[jax.Array]
+    carried: Tree
+    aux: Tree
+    total: jax.Array
+    weight: jax.Array
+    norm: jax.Array
+    trains: list[bool]
+
+
+def compute_gradients(
+    subject: Subject, batch: Tree, key: Any, scale: jax.Array, options: StepOptions
+) -> Gradients:
+    """Differentiate the subject's loss on a batch.
+
+    Args:
+      subject: the opened state.
+      batch: tree of arrays (B, ...), split over the batch's axes; scalars are alike everywhere.
+      key: a key or None.
+      scale: fp32 (), by which the loss is multiplied.
+      options: of the step.
+
+    Raises:
+      ValueError: rows do not divide by devices and microbatches.
+    """
+    layout = subject.layout
+    mesh = torus_mesh(layout.mesh, layout.axis)
+    names = tuple(
+        a
+        for name in layout.batch_axes
+        for a in (data_axes(mesh, layout.axis) if name == layout.axis else (name,))
+    )
+    axes = Axes(names, math.prod(mesh.shape[a] for a in names))
+    _check_batch(batch, axes, mesh, options)
+    wires, trains = wires_of(subject, options, mesh, names), _trained(subject, options)
+    rows = jax.tree.map(lambda x: PartitionSpec(names) if x.ndim else _ALIKE, batch)
+    given = [_manual_entries(replace(p, mesh=mesh).rest.spec, names) for p in subject.placements]
+    arguments = given, _ALIKE, rows, _ALIKE
+
+    def on_devices(function: Any, in_specs: Any, out_specs: Any) -> Any:
+        return jax.shard_map(
+            function,
+            mesh=mesh,
+            in_specs=in_specs,
+            out_specs=out_specs,
+            axis_names=set(names),
+            check_vma=False,
+        )
+
+    def trace(values: list[Any], carried: Tree, batch: Tree, key: Any) -> Any:
+        leaves = [Partitioned(v, None, w) for v, w in zip(values, wires, strict=True)]
+        return subject.call(leaves, carried, batch, key, Device(lambda k: k, names))
+
+    described = jax.tree.map(_describe, (subject.values, subject.carried, batch, key))
+    readings = _read(on_devices(trace, arguments, _ALIKE), described, subject, trains, options)
+    local = make_local_gradient(subject, wires, readings, trains, axes, options)
+    leave = [_gradient_spec(w) for w, t in zip(wires, trains, strict=True) if t]
+    mapped = on_devices(local, (*arguments, _ALIKE), (leave, _ALIKE, _ALIKE, _ALIKE))
+    reduced, carried, aux, sums = mapped(subject.values, subject.carried, batch, key, scale)
+    full = _in_flight(reduced, subject, trains)
+    norm = jnp.sqrt(sums["squared_norm"])
+    return Gradients(
+        full, carried, aux, sums["total"], sums["weight"], norm, trains[: subject.trained]
+    )
+
+
+def _check_batch(batch: Tree, axes: Axes, mesh: Mesh, options: StepOptions) -> None:
+    """Whether every device and microbatch gets as many rows as the others.
+
+    Raises:
+      ValueError: naming the leaf and both numbers.
+    """
+    m = options.microbatches
+    over = " x ".join(f"{a}={mesh.shape[a]}" for a in axes.batch)
+    for keys, leaf in jax.tree_util.tree_leaves_with_path(batch):
+        rows = leaf.shape[0] if leaf.ndim else axes.size * m
+        if rows % axes.size:
+            raise ValueError(
+                f"batch: {path_of(keys)} has {rows} rows, which {over} does not divide; pad or cut "
+                f"it to a multiple of {axes.size * m}."
+            )
+        if (rows // axes.size) % m:
+            raise ValueError(
+                f"microbatches={m}: batch {path_of(keys)} has {rows // axes.size} rows on each "
+                f"device ({rows} over {over}), which {m} does not divide."
+            )
+
+
+def _trained(subject: Subject, options: StepOptions) -> list[bool]:
+    """Which values get a gradient: real or complex parameters that are not frozen."""
+    leaves = jax.tree_util.tree_leaves_with_path(subject.layout.params)
+    frozen = options.frozen
+    if frozen is None:
+        stays = [False] * len(leaves)
+    elif callable(frozen):
+        stays = [bool(frozen(p.leaf.path)) for _, p in leaves]
+    else:
+        stays = _frozen_leaves(frozen, subject.layout.params)
+    numbers = [jnp.issubdtype(p.leaf.dtype, jnp.inexact) for _, p in leaves]
+    trains = [n and not s for n, s in zip(numbers, stays, strict=True)]
+    return trains + [False] * (len(subject.values) - len(trains))
+
+
+def _frozen_leaves(frozen: Tree, params: Tree) -> list[bool]:
+    """A tree of bools, or the upper part of one, spread over the parameters."""
+    try:
+        stays = jax.tree.leaves(jax.tree.broadcast(frozen, params))
+    except ValueError as error:
+        raise ValueError(
+            f"frozen: its tree is not that of the parameters, nor the upper part of it: {error}"
+        ) from None
+    strange = [s for s in stays if not isinstance(s, bool)]
+    if strange:
+        raise TypeError(
+            f"frozen: it has a {type(strange[0]).__name__} in it; expected a tree of bools, or a "
+            "function of a parameter's path."
+        )
+    return stays
+
+
+def _read(
+    trace: Any, described: Any, subject: Subject, trains: list[bool], options: StepOptions
+) -> list[Reading]:
+    """How the loss reads each value, from a trace of it; see `readings`.
+
+    A loss that cannot be traced with parameters that gather themselves reads them whole: what is
+    wrong with it, if anything, it says when it is traced with plain arrays.
+    """
+    count, why = len(subject.values), "the loss computes with it outside of any module"
+    try:
+        closed = jax.make_jaxpr(trace)(*described)
+    except Exception as error:  # whatever the user's code raises on meeting such a parameter
+        found: dict[int, Reading] = dict.fromkeys(range(count), "read whole")
+        why = f"{type(error).__name__}: {error}".splitlines()[0]
+    else:
+        mapped = next(e for e in closed.jaxpr.eqns if e.primitive.name == "shard_map")
+        inside, given = mapped.params["jaxpr"], len(jax.tree.leaves(described))
+        values = inside.invars[len(inside.invars) - given :]  # what it closes over comes first
+        found = find_readings(inside, dict(zip(values, range(count), strict=False)))
+        _check_read(subject, found, trains, closed.consts)
+    readings: list[Reading] = [found[at] for at in range(count)]
+    if options.regather == "layer":
+        warn_of_readings(subject.placements, readings, why)
+    return readings
+
+
+def _check_read(
+    subject: Subject, found: dict[int, Reading], trains: list[bool], constants: list[Any]
+) -> None:
+    """Whether the loss reads what it is given, and not the same arrays from around it.
+
+    Raises:
+      ValueError: it reads no parameter that trains, or none trains.
+    """
+    idle = [p for at, p in enumerate(subject.placements) if trains[at] and found[at] == "not read"]
+    if not any(trains):
+        raise ValueError("frozen: it freezes every parameter; nothing is left to train.")
+    if len(idle) == sum(trains):
+        raise ValueError(
+            f"loss_fn: it reads none of the {len(idle)} parameters that it is given, so nothing "
+            "would train; read them from its first argument, not from a model or state around it."
+        )
+    shapes = {jnp.shape(c) for c in constants if jnp.ndim(c)}
+    twins = [p.leaf for p in idle if {p.leaf.shape, p.partition.rest_shape} & shapes]
+    if twins:
+        warn(
+            f"loss_fn: it does not read {twins[0].path!r}, {len(twins)} such in all, and closes "
+            f"over an array of its shape {twins[0].shape}. If that is the parameter, it does not "
+            "train: read it from the first argument."
+        )
+
+
+def _describe(x: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(jnp.shape(x), x.dtype)
+
+
+def _manual_entries(spec: PartitionSpec, axes: tuple[str, ...]) -> PartitionSpec:
+    """The entries of a spec that are manual axes; the others stay automatic."""
+
+    def entry(names: Any) -> Any:
+        kept = tuple(n for n in (names if isinstance(names, tuple) else (names,)) if n in axes)
+        return None if not kept else kept[0] if len(kept) == 1 else kept
+
+    return PartitionSpec(*map(entry, spec))
+
+
+def _gradient_spec(wire: Wire) -> PartitionSpec:
+    """Where `shard_map` leaves a gradient."""
+    if wire.grad.dim is None:
+        return PartitionSpec()
+    return PartitionSpec(*[None] * wire.grad.dim, wire.grad.axes)
+
+
+def _in_flight(gradients: list[jax.Array], subject: Subject, trains: list[bool]) -> list[jax.Array]:
+    """A gradient for every parameter, logical shapes under `layout.updates`; zeros if frozen."""
+    come = iter(gradients)
+    placements = jax.tree.leaves(subject.layout.updates)
+    values = subject.values[: subject.trained]
+    full = []
+    for placement, value, trained in zip(placements, values, trains, strict=False):
+        shape = placement.leaf.shape
+        if not trained:
+            is_number = jnp.issubdtype(value.dtype, jnp.inexact)
+            zeros = jnp.zeros(shape, value.dtype if is_number else jax.dtypes.float0)
+            full.append(constrain(zeros, placement.flight) if is_number else zeros)
+            continue
+        g = next(come)
+        full.append(unpad(g, placement) if g.shape != shape else constrain(g, placement.flight))
+    return full

@@ -1,0 +1,69 @@
+"""What `make_train_step` takes, checked before anything is traced."""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, get_args
+
+Reduce = Literal["each", "once"]
+Regather = Literal["layer", "keep"]
+NonFinite = Literal["raise", "skip", "pass"]
+Statistics = Literal["global", "local"]
+Combine = Literal["mean", "sum", "max", "min"]
+TakesRng = Literal["yes", "if given", "no"]
+Collection = Literal["mean", "sum", "max", "min", "read"]
+
+
+@dataclass(frozen=True)
+class StepOptions:
+    """See `make_train_step` for each."""
+
+    has_aux: bool = False
+    microbatches: int = 1
+    reduce: Reduce = "each"
+    regather: Regather = "layer"
+    clip_norm: float | None = None
+    transform_grads: Callable[[Any], Any] | None = None
+    nonfinite: NonFinite = "raise"
+    frozen: Any = None
+    collections: Mapping[str, Collection] = field(default_factory=dict)
+    aux: Mapping[str, Combine] = field(default_factory=dict)
+    statistics: Statistics = "global"
+    after_update: Callable[[Any], Any] | None = None
+    takes_rng: TakesRng = "no"
+
+    def __post_init__(self) -> None:
+        _whole("microbatches", self.microbatches)
+        _one_of("reduce", self.reduce, Reduce)
+        _one_of("regather", self.regather, Regather)
+        _one_of("nonfinite", self.nonfinite, NonFinite)
+        _one_of("statistics", self.statistics, Statistics)
+        for name in ("transform_grads", "after_update"):
+            if not (getattr(self, name) is None or callable(getattr(self, name))):
+                raise TypeError(f"{name}={getattr(self, name)!r}; expected a function, or None.")
+        for name in ("collections", "aux"):
+            if not isinstance(getattr(self, name), Mapping):
+                raise TypeError(f"{name}={getattr(self, name)!r}; expected a dict: name -> rule.")
+        for name, rule in self.collections.items():
+            _one_of(f"collections[{name!r}]", rule, Collection)
+        for name, rule in self.aux.items():
+            _one_of(f"aux[{name!r}]", rule, Combine)
+        if self.aux and not self.has_aux:
+            raise ValueError("aux: it names values that the loss returns; pass has_aux=True.")
+        clip = self.clip_norm
+        if clip is not None and not (isinstance(clip, (int, float)) and 0 < clip < math.inf):
+            raise ValueError(f"clip_norm={clip!r}; expected a positive number, or None.")
+
+
+def _whole(name: str, value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name}={value!r} is a {type(value).__name__}; expected a whole number.")
+    if value < 1:
+        raise ValueError(f"{name}={value}; expected 1 or more.")
+
+
+def _one_of(name: str, value: Any, choices: Any) -> None:
+    if not isinstance(value, str) or value not in get_args(choices):
+        raise ValueError(
+            f"{name}={value!r}; expected one of {', '.join(map(repr, get_args(choices)))}."
+        )

@@ -1,0 +1,250 @@
+"""The library's own train step: collectives written out, exactly the paper's bytes.
+
+    state = zero_jax.shard_train_state(state, stage=3, executor="explicit")
+    step = zero_jax.make_train_step(loss_fn)
+    state, metrics = step(state, batch)
+
+ZeRO (arXiv 1910.02054, section 7): per step and device 2 elements a parameter cross the wire below
+stage 3 and 3 at stage 3, gathered in the compute dtype and reduced in the reduction dtype of the
+state's `Precision`. The stage is read off the state. `explicit_step` has the order of events.
+
+Here: the jitted function, its donation and compiler options, faults raised on the host, and NNX
+objects, which are updated in place.
+"""
+
+import inspect
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import jax
+from flax import nnx
+from jax.core import Tracer
+
+from . import flax_nnx
+from .anatomy import optimizer_of
+from .compiler_options import compiler_options
+from .explicit_step import Metrics, explicit_step
+from .faults import Watch
+from .step_options import (
+    Collection,
+    Combine,
+    NonFinite,
+    Reduce,
+    Regather,
+    Statistics,
+    StepOptions,
+    TakesRng,
+)
+from .train_state import layout_of
+from .wires import layer_bytes
+
+Tree = Any
+
+
+def make_train_step(
+    loss_fn: Callable[..., Any],
+    *,
+    tx: Any = None,
+    has_aux: bool = False,
+    microbatches: int = 1,
+    reduce: Reduce = "each",
+    regather: Regather = "layer",
+    clip_norm: float | None = None,
+    transform_grads: Callable[[Tree], Tree] | None = None,
+    nonfinite: NonFinite = "raise",
+    frozen: Callable[[str], bool] | Tree | None = None,
+    collections: Mapping[str, Collection] | None = None,
+    aux: Mapping[str, Combine] | None = None,
+    statistics: Statistics = "global",
+    after_update: Callable[[Any], Any] | None = None,
+    donate: bool = True,
+    compiler_options: Mapping[str, Any] | None = None,
+) -> "TrainStep":
+    """Make a train step with explicit collectives.
+
+    Args:
+      loss_fn: `loss_fn(params, batch)` or `loss_fn(params, batch, rng)` of one device's rows; for
+        an NNX state the model in place of `params`. Returns the mean loss over its rows, or
+        `(total, weight)` where rows do not count alike: the step's loss is then the sum of all
+        totals over the sum of all weights. Parameters arrive in the compute dtype. A mean over the
+        whole batch inside of it is `mean_over_batch`.
+      tx: the wrapped optimizer of a state that has none of its own.
+      has_aux: the loss returns `(loss, aux)`, aux a tree of arrays.
+      microbatches: parts that a device's rows are computed in, one after the other.
+      reduce: with microbatches, "each" reduce-scatters gradients in every one at stages 2 and 3 and
+        keeps 1/N of them; "once" sums whole gradients on each device and reduces at the end.
+      regather: at stage 3, "layer" gathers a parameter where it is read, and again where a layer is
+        recomputed (`nn.remat`, `scan_layers`); "keep" gathers all once a step and keeps them.
+      clip_norm: global norm that gradients are clipped to.
+      transform_grads: gradients -> gradients, on whole logical trees, before clipping.
+      nonfinite: gradients that are not finite never reach the optimizer: the step leaves the state
+        as it is. "raise" raises a FloatingPointError before the next step starts, "skip" goes on.
+        "pass" hands them to the optimizer (`optax.apply_if_finite`, say). Under a `DynamicScale` a
+        step that overflows is skipped whatever stands here, and raises only once that is hopeless.
+      frozen: path -> whether a parameter is frozen, or a tree of bools. No gradient is computed,
+        reduced or stored for it, and it never changes.
+      collections: field of the state -> rule. The loss gets the field as a keyword argument;
+        "read" is all that happens to such a one (a frozen model, say), else the loss returns it
+        changed in its aux and devices' values are joined by "mean", "sum", "max" or "min".
+      aux: entry of the loss's aux -> how values of devices and microbatches are joined; the mean by
+        default.
+      statistics: BatchNorm takes its statistics over the whole batch ("global", as on one device)
+        or over one device's rows ("local").
+      after_update: state -> state after the optimizer (moving averages, say), on logical shapes.
+      donate: the state that is passed in gives its memory to the one that comes out.
+      compiler_options: for the compiler; by default those of `step_compiler_options`.
+
+    Returns:
+      `step(state, batch, rng=None) -> (state, Metrics)`. The state comes from `shard_train_state`
+      or `init_train_state`, best with `executor="explicit"`; the batch from `shard_batch`; `rng` is
+      one key, which every device and microbatch folds into its own.
+
+    Raises:
+      TypeError, ValueError: an argument is not as described.
+
+    Source: ZeRO, arXiv 1910.02054, section 7.
+    """
+    options = StepOptions(
+        has_aux=has_aux,
+        microbatches=microbatches,
+        reduce=reduce,
+        regather=regather,
+        clip_norm=clip_norm,
+        transform_grads=transform_grads,
+        nonfinite=nonfinite,
+        frozen=frozen,
+        collections=collections or {},
+        aux=aux or {},
+        statistics=statistics,
+        after_update=after_update,
+        takes_rng=_takes_rng(loss_fn, collections or {}),
+    )
+    return TrainStep(loss_fn, tx, options, donate, compiler_options)
+
+
+class TrainStep:
+    """A jitted train step; made by `make_train_step`."""
+
+    def __init__(
+        self, loss_fn: Any, tx: Any, options: StepOptions, donate: bool, compiler_options: Any
+    ):
+        self._options, self._donate, self._compiler_options = options, donate, compiler_options
+        self._step = partial(explicit_step, loss_fn=loss_fn, tx=tx, options=options)
+        self._tx, self._jitted = tx, None
+        self._watch = Watch(options.nonfinite)
+
+    def __call__(self, state: Any, batch: Tree, rng: Any = None) -> tuple[Any, Metrics]:
+        """Run one step; the state passed in is donated, an NNX one updated in place.
+
+        Raises:
+          FloatingPointError, ValueError: an earlier step had a fault; nothing is lost.
+        """
+        self._watch.check()
+        if flax_nnx.is_nnx(state):
+            graph, variables = nnx.split(state)
+            run = self._function(state) if _is_traced(variables, batch) else self._jit(state)
+            variables, metrics = run(variables, batch, self._key(rng), graph)
+            nnx.update(state, variables)
+        else:
+            run = self._function(state) if _is_traced(state, batch) else self._jit(state)
+            state, metrics = run(state, batch, self._key(rng))
+        self._watch.add(metrics)
+        return state, metrics
+
+    def check(self) -> None:
+        """Wait for all steps so far, and raise if one had a fault; for the end of a loop.
+
+        Raises:
+          FloatingPointError, ValueError: as the next step would.
+        """
+        self._watch.check(wait=True)
+
+    def lower(self, state: Any, batch: Tree, rng: Any = None) -> jax.stages.Lowered:
+        """Lower the step, also for states and batches of `ShapeDtypeStruct`s."""
+        jitted = self._make_jitted(state)
+        if flax_nnx.is_nnx(state):
+            graph, variables = nnx.split(state)
+            return jitted.lower(variables, batch, self._key(rng), graph)
+        return jitted.lower(state, batch, self._key(rng))
+
+    def _key(self, rng: Any) -> Any:
+        if rng is not None and self._options.takes_rng == "no":
+            raise TypeError(
+                "rng: loss_fn takes no key; give it a third argument, or leave the key out."
+            )
+        if rng is None and self._options.takes_rng == "yes":
+            raise TypeError(
+                "rng: loss_fn takes a key and none was given; call step(state, batch, rng) with a "
+                "key that is new in every step, such as jax.random.fold_in(key, step)."
+            )
+        return rng
+
+    def _jit(self, state: Any) -> Any:
+        """The step, jitted once."""
+        if self._jitted is None:
+            self._jitted = self._make_jitted(state)
+        return self._jitted
+
+    def _make_jitted(self, state: Any) -> Any:
+        laid_out, options = state if self._tx is None else self._tx, self._compiler_options
+        options = step_compiler_options(laid_out) if options is None else dict(options)
+        return jax.jit(
+            self._function(state),
+            donate_argnums=0 if self._donate else (),
+            static_argnums=3 if flax_nnx.is_nnx(state) else None,
+            compiler_options=options or None,
+        )
+
+    def _function(self, state: Any) -> Any:
+        """The step on what `state` is for jax: itself, or the variables of an NNX one."""
+        if not flax_nnx.is_nnx(state):
+            return self._step
+
+        def on_variables(variables: Any, batch: Tree, rng: Any, graph: Any) -> Any:
+            state, metrics = self._step(nnx.merge(graph, variables), batch, rng)
+            return nnx.split(state)[1], metrics
+
+        return on_variables
+
+
+def step_compiler_options(state: Any) -> dict[str, Any]:
+    """What the compiler is told about a step on a state, for the devices it lies on.
+
+    `make_train_step` does so by itself; a `jax.jit` of yours around the step has to be given these.
+
+    Args:
+      state: a laid-out state, or its wrapped `tx`.
+    """
+    layout, optimizer = layout_of(state), optimizer_of(state)
+    in_a_layer = layer_bytes(layout, optimizer.precision)
+    return compiler_options(layout.mesh.devices.flat[0], in_a_layer)
+
+
+def _is_traced(state: Any, batch: Tree) -> bool:
+    """Whether the step is part of a jit of the user's, which has its own compiler options."""
+    leaves = jax.tree.leaves(state)[:1] + jax.tree.leaves(batch)[:1]
+    return any(isinstance(leaf, Tracer) for leaf in leaves)
+
+
+def _takes_rng(loss_fn: Callable[..., Any], collections: Mapping[str, Any]) -> TakesRng:
+    """Whether a loss has a third positional argument, and whether it needs it."""
+    if not callable(loss_fn):
+        raise TypeError(f"loss_fn={loss_fn!r}; expected a function of (params, batch) or more.")
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    positional = [
+        p
+        for p in inspect.signature(loss_fn).parameters.values()
+        if p.kind in kinds and p.name not in collections
+    ]
+    if len(positional) > 3:  # more are the user's own, if they have values
+        positional = positional[:3] + [p for p in positional[3:] if p.default is p.empty]
+    if not 2 <= len(positional) <= 3:
+        raise TypeError(
+            f"loss_fn: it takes {len(positional)} positional arguments, "
+            f"({', '.join(p.name for p in positional)}); expected (params, batch) or "
+            "(params, batch, rng), and one keyword for each collection."
+        )
+    if len(positional) == 2:
+        return "no"
+    return "yes" if positional[2].default is inspect.Parameter.empty else "if given"

@@ -1,0 +1,94 @@
+"""The wires of a step: for each parameter, what is gathered, reduced, when and in which dtype.
+
+One table, read off the layout and the step's options (ZeRO, arXiv 1910.02054, section 7):
+
+  a gradient is   with one microbatch, or "each" at stages 2, 3   otherwise
+  partitioned     scattered where it arises                       summed whole, scattered once
+  whole           all-reduced there; with microbatches once       all-reduced once
+
+Sums over replica axes follow the scatter; with microbatches they wait for the last one. Whole
+gradients are those of stage 0 and of leaves that no dim cuts (the layout names them).
+"""
+
+from dataclasses import replace
+from math import prod
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from .at_use import Wire
+from .collectives import Cut, cut_of
+from .layout import Layout
+from .placement import Placement
+from .precision import Precision
+from .step_options import StepOptions
+from .subject import Subject
+
+
+def wires_of(
+    subject: Subject, options: StepOptions, mesh: Mesh, axes: tuple[str, ...]
+) -> list[Wire]:
+    """One wire for each of the subject's values.
+
+    Args:
+      subject: the opened state.
+      options: of the step.
+      mesh: the mesh of `shard_map`: the layout's, its data axis perhaps split.
+      axes: its axes that the batch is split over; the manual ones.
+    """
+    layout, precision = subject.layout, subject.tx.precision
+    stage, many = layout.stage, options.microbatches > 1
+    early = not many or (stage.partitions_gradients and options.reduce == "each")
+    updates = [*jax.tree.leaves(layout.updates), *subject.placements[subject.trained :]]
+    wires = []
+    for pair in zip(subject.placements, updates, strict=True):
+        rest, update = (replace(placement, mesh=mesh) for placement in pair)
+        grad = gradient_cut(update) if stage.partitions_optimizer else cut_of(update).whole()
+        others = tuple(a for a in axes if a not in grad.axes)
+        wires.append(
+            Wire(
+                path=rest.leaf.path,
+                rest=cut_of(rest),
+                grad=grad,
+                compute=_compute(rest, precision),
+                reduce=_reduce(rest, precision),
+                scatters_at_use=early,
+                summed_at_use=() if many else others,
+                summed_late=others if many else (),
+            )
+        )
+    return wires
+
+
+def gradient_cut(update: Placement) -> Cut:
+    """The cut in which a gradient is reduced: the update's, unless it is whole in flight."""
+    cut = cut_of(update)
+    return cut.whole() if update.flight == update.gathered else cut
+
+
+def layer_bytes(layout: Layout, precision: Precision) -> int | None:
+    """Bytes of one layer of the stacked parameters, whole, in the widest dtype that crosses.
+
+    None without a stack.
+    """
+    leaves = [p for p in jax.tree.leaves(layout.params) if p.leaf.path in layout.stacked]
+    widths = [
+        max(jnp.dtype(of(p, precision)).itemsize for of in (_compute, _reduce)) for p in leaves
+    ]
+    sizes = [prod(p.leaf.shape[1:]) * width for p, width in zip(leaves, widths, strict=True)]
+    return sum(sizes) or None
+
+
+def _compute(rest: Placement, precision: Precision) -> Any:
+    dtype = rest.leaf.dtype
+    real = jnp.issubdtype(dtype, jnp.floating)
+    return precision.compute if real and precision.compute is not None else dtype
+
+
+def _reduce(rest: Placement, precision: Precision) -> Any:
+    dtype = rest.leaf.dtype
+    if not jnp.issubdtype(dtype, jnp.floating):
+        return dtype
+    return precision.reduce or jnp.promote_types(dtype, jnp.float32)
