@@ -80,4 +80,13 @@ def build(seed=0, wrap_tx=lambda tx: tx):
     s = MyState(
         0, params, tx.init(params), tables, jax.random.key(seed + 7), jax.random.PRNGKey(seed + 9)
     )
-    return dict(state=s, step=step, batch=batch, params=params, tx=tx, loss_fn=loss_fn, mask=mask)
+    return dict(
+        state=s,
+        step=step,
+        batch=batch,
+        params=params,
+        tx=tx,
+        loss_fn=loss_fn,
+        forward=forward,
+        mask=mask,
+    )
