@@ -15,8 +15,10 @@ import jax.numpy as jnp
 from lm.model import GPT
 from lm.partitioning import zero_options
 from lm.schema import LanguageModelRun
-from train_lm import make_create, make_step
+from lm.step import make_step
+from train_lm import make_create
 
+import zero_jax
 from zero_jax.config import load
 from zero_jax.planning.program import Choice, Program
 
@@ -26,13 +28,22 @@ def program(
 ) -> Program:
     """Build the run that `config` describes, at a choice, on devices that may be compile-only.
 
+    The prefetching loop always recomputes layers: a choice without is answered with one that does.
+
     Raises:
       OSError, ValueError: the configuration cannot be read, or not be built on these devices.
     """
     cfg = load(LanguageModelRun, config, overrides)
     if choice is None:
         choice = Choice(cfg.zero.stage, cfg.model.remat, cfg.step.microbatches)
-    cfg = replace(cfg, model=replace(cfg.model, remat=choice.remat))
+    if cfg.step.layer_loop == "prefetch":
+        choice = replace(choice, remat=True)
+    cfg = replace(
+        cfg,
+        model=replace(cfg.model, remat=choice.remat),
+        step=replace(cfg.step, microbatches=choice.microbatches),
+    )
+    explicit = cfg.step.executor == "explicit"
     options = zero_options(cfg, devices)
     del options["stage"]
     tokens = jax.ShapeDtypeStruct((cfg.data.batch_size, cfg.model.sequence_length), jnp.int32)
@@ -41,8 +52,9 @@ def program(
         choice=choice,
         create=make_create(cfg, GPT(cfg.model)),
         arguments=(jax.eval_shape(lambda: jax.random.key(0)),),
-        step=make_step(choice.microbatches),
+        step=make_step(cfg),
         batch={"inputs": tokens, "targets": tokens},
         rows=cfg.data.batch_size,
         options=options,
+        **({"compiler_options": zero_jax.step_compiler_options} if explicit else {}),
     )

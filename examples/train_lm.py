@@ -4,8 +4,8 @@
     python examples/train_lm.py configs/lm_tiny.toml --stage 3 --steps 100 --set optimizer.name=lion
 
 All that ZeRO asks of a training script is here to see: `init_train_state` around the function that
-creates the state, `shard_batch` around each batch, and for stage 3 `gather_at_use` around the
-parameters. The training step is the ordinary one.
+creates the state, `shard_batch` around each batch, and a step (`lm/step.py`): the ordinary one, or
+with `--set step.executor=explicit` the library's, which writes its collectives out.
 
 Without an accelerator, 8 virtual CPU devices stand in for real ones.
 """
@@ -19,33 +19,17 @@ import tyro
 from devices import make_virtual_devices
 from flax.training.train_state import TrainState
 from lm.arguments import Arguments
-from lm.data import Batch, load_corpus
-from lm.loss import make_validation, mean_loss
-from lm.microbatches import value_and_grad
+from lm.data import load_corpus
+from lm.loss import make_validation
 from lm.model import GPT
 from lm.optimizer import make_optimizer
 from lm.partitioning import layouts_by_stage, zero_options
 from lm.run import Run
 from lm.sampling import continue_text
 from lm.schema import LanguageModelRun
+from lm.step import make_step
 
 import zero_jax
-
-Step = Callable[[TrainState, Batch], tuple[TrainState, jax.Array]]
-
-
-def make_step(microbatches: int) -> Step:
-    """Make one optimizer step on inputs and targets (B, T); its loss is a mean, in nats a byte."""
-
-    def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, jax.Array]:
-        def loss_fn(params, batch: Batch):
-            params = zero_jax.gather_at_use(params, state)
-            return mean_loss(state.apply_fn({"params": params}, batch["inputs"]), batch["targets"])
-
-        loss, grads = value_and_grad(loss_fn, state.params, batch, microbatches)
-        return state.apply_gradients(grads=grads), loss
-
-    return train_step
 
 
 def make_create(cfg: LanguageModelRun, model: GPT) -> Callable[[jax.Array], TrainState]:
@@ -68,18 +52,23 @@ def main(arguments: Arguments) -> None:
     model = GPT(cfg.model)
     create = make_create(cfg, model)
 
+    state = zero_jax.init_train_state(create, jax.random.key(cfg.run.seed), **zero_options(cfg))
+    tx = state.tx
+
     def apply(params, tokens: jax.Array):
+        params = zero_jax.gather_at_use(params, tx)
         return model.apply({"params": params}, tokens)
 
-    state = zero_jax.init_train_state(create, jax.random.key(cfg.run.seed), **zero_options(cfg))
-    jitted_step = jax.jit(make_step(cfg.step.microbatches), donate_argnums=0)
+    train_step = make_step(cfg)
+    if cfg.step.executor == "annotated":  # the library's step is jitted already
+        train_step = jax.jit(train_step, donate_argnums=0)
     validation_loss = make_validation(apply, corpus, cfg.run.eval_batches)
 
     with Run(arguments.config.stem, cfg, zero_jax.layout_of(state)) as run:
         for step in range(1, cfg.run.steps + 1):
             started = time.perf_counter()
             batch = zero_jax.shard_batch(corpus.train[step - 1], state)
-            state, loss = jitted_step(state, batch)
+            state, loss = train_step(state, batch)
             # float() waits for the step. Virtual CPU devices need that: steps that queue up there
             # can keep each other's collectives from ever meeting.
             loss, seconds = float(loss), time.perf_counter() - started

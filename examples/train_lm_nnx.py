@@ -2,11 +2,12 @@
 
     python examples/train_lm_nnx.py configs/lm_tiny.toml --stage 3
 
-The twin of `train_lm.py`: the state is a model and an `nnx.Optimizer`, the step is an `nnx.jit`
-that updates both in place. `init_train_state` takes and returns the pair.
+The twin of `train_lm.py`: the state is a model and an `nnx.Optimizer`, and a step updates both in
+place. It is an `nnx.jit`, or with `--set step.executor=explicit` the library's.
 """
 
 import time
+from collections.abc import Callable
 
 import jax
 import tyro
@@ -20,27 +21,36 @@ from lm.optimizer import make_optimizer
 from lm.partitioning import layouts_by_stage, zero_options
 from lm.run import Run
 from lm.sampling import continue_text
+from lm.schema import LanguageModelRun
 
 import zero_jax
 
 
-@nnx.jit(donate_argnums=(0, 1))
-def train_step(model: GPT, optimizer: nnx.Optimizer, batch: Batch) -> jax.Array:
-    """One optimizer step on inputs and targets (B, T); the mean loss in nats a byte."""
+def loss_fn(model: GPT, batch: Batch) -> jax.Array:
+    """Mean loss of inputs and targets (B, T), in nats a byte."""
+    return mean_loss(model(batch["inputs"]), batch["targets"])
 
-    def loss_fn(model):
-        return mean_loss(model(batch["inputs"]), batch["targets"])
 
-    loss, grads = nnx.value_and_grad(loss_fn)(model)
-    optimizer.update(model, grads)
-    return loss
+def make_step(cfg: LanguageModelRun) -> Callable[[tuple[GPT, nnx.Optimizer], Batch], jax.Array]:
+    """Make one optimizer step, which updates model and optimizer and returns the loss."""
+    if cfg.step.executor == "explicit":
+        step = zero_jax.make_train_step(loss_fn, microbatches=cfg.step.microbatches)
+        return lambda state, batch: step(state, batch)[1].loss
+
+    @nnx.jit(donate_argnums=(0, 1))
+    def train_step(model: GPT, optimizer: nnx.Optimizer, batch: Batch) -> jax.Array:
+        loss, grads = nnx.value_and_grad(loss_fn)(model, batch)
+        optimizer.update(model, grads)
+        return loss
+
+    return lambda state, batch: train_step(*state, batch)
 
 
 def main(arguments: Arguments) -> None:
     """Train, validate, sample, report."""
     cfg = arguments.load()
-    if cfg.step.microbatches > 1:
-        raise SystemExit("step.microbatches: this script computes a batch at once; expected 1.")
+    if cfg.step.microbatches > 1 and cfg.step.executor == "annotated":
+        raise SystemExit("step.microbatches: this step computes a batch at once; expected 1.")
     if cfg.zero.model_parallel > 1:
         raise SystemExit("zero.model_parallel: this model names no dims to cut; expected 1.")
     make_virtual_devices()
@@ -48,19 +58,18 @@ def main(arguments: Arguments) -> None:
     tx = make_optimizer(cfg.optimizer, cfg.run.steps)
 
     def create(key: jax.Array) -> tuple[GPT, nnx.Optimizer]:
-        model = GPT(cfg.model, nnx.Rngs(key))
+        model = GPT(cfg.model, nnx.Rngs(key), prefetch=cfg.step.layer_loop == "prefetch")
         return model, nnx.Optimizer(model, tx, wrt=nnx.Param)
 
-    options = zero_options(cfg)
-    state = zero_jax.init_train_state(create, jax.random.key(cfg.run.seed), **options)
-    model, optimizer = state
-    graph = nnx.graphdef(model)
+    state = zero_jax.init_train_state(create, jax.random.key(cfg.run.seed), **zero_options(cfg))
+    train_step = make_step(cfg)
+    graph, wrapped = nnx.graphdef(state[0]), state[1].tx
 
     def arrays():
-        return nnx.as_pure(nnx.state(model))
+        return nnx.as_pure(nnx.state(state[0]))
 
     def apply(params, tokens: jax.Array):
-        return nnx.merge(graph, params)(tokens)
+        return nnx.merge(graph, zero_jax.gather_params(params, wrapped))(tokens)
 
     validation_loss = make_validation(apply, corpus, cfg.run.eval_batches)
 
@@ -69,7 +78,7 @@ def main(arguments: Arguments) -> None:
             started = time.perf_counter()
             batch = zero_jax.shard_batch(corpus.train[step - 1], state)
             # float() waits for the step; see train_lm.py.
-            loss = float(train_step(model, optimizer, batch))
+            loss = float(train_step(state, batch))
             seconds = time.perf_counter() - started
             due = step % cfg.run.eval_every == 0 or step == cfg.run.steps
             run.log(step, loss, seconds, validation_loss(arrays(), state) if due else None)

@@ -19,7 +19,7 @@ Params = Any
 Apply = Callable[[Params, jax.Array], Any]
 
 
-def mean_loss(logits: jax.Array, targets: jax.Array) -> jax.Array:
+def mean_loss(logits: Any, targets: jax.Array) -> jax.Array:
     """Mean cross entropy in float32; logits (B, T, V) in any float dtype, targets (B, T)."""
     losses = optax.softmax_cross_entropy_with_integer_labels(logits.astype(jnp.float32), targets)
     return losses.mean()

@@ -1,6 +1,7 @@
 """A GPT in Flax linen: one block, scanned over the layers.
 
-The model knows nothing of ZeRO or of devices: it is what a Flax user has already. Layers are
+The model knows nothing of ZeRO or of devices: it is what a Flax user has already; one line of it
+(`prefetch`) can be the library's layer loop instead of Flax's. Layers are
 stacked by `nn.scan`, so each parameter of a block has a leading layer dimension and the program
 is compiled once for all layers.
 
@@ -20,6 +21,8 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+
+import zero_jax
 
 from . import schema
 
@@ -62,10 +65,12 @@ class Block(nn.Module):
 class GPT(nn.Module):
     """Logits of the next token at every position.
 
-    Parameters are created in float32; `model.dtype` is what they are read as.
+    Parameters are created in float32; `model.dtype` is what they are read as. With `prefetch` the
+    loop over the layers is `zero_jax.scan_layers`; the parameters are the same tree.
     """
 
     model: schema.Model
+    prefetch: bool = False
 
     @nn.compact
     def __call__(self, tokens: jax.Array) -> jax.Array:
@@ -77,21 +82,27 @@ class GPT(nn.Module):
         positions = self.param("positions", normal(0.01), (m.sequence_length, m.hidden))
         x = embed(tokens) + positions[: tokens.shape[1]].astype(dtype)
 
-        # Inside a scan the compiler cannot merge the recomputation with the forward pass anyway.
-        block = nn.remat(Block, prevent_cse=False) if m.remat else Block
-        stack = nn.scan(
-            block,
-            {"params": 0},
-            split_rngs={"params": True},
-            length=m.layers,
-            metadata_params={nn.PARTITION_NAME: None},
-        )
-        x, _ = stack(m, name="blocks")(x, None)
+        x, _ = self._stack()(x, None)
 
         x = nn.LayerNorm(dtype=dtype, name="norm_out")(x)
         if m.tied_head:
             return embed.attend(x)
         return nn.Dense(m.vocab_size, use_bias=False, dtype=dtype, name="head")(x)
+
+    def _stack(self) -> nn.Module:
+        """The blocks, one after the other."""
+        m = self.model
+        if self.prefetch:
+            return zero_jax.ScanLayers(partial(Block, m), m.layers, name="blocks")
+        # Inside a scan the compiler cannot merge the recomputation with the forward pass anyway.
+        block = nn.remat(Block, prevent_cse=False) if m.remat else Block
+        return nn.scan(
+            block,
+            {"params": 0},
+            split_rngs={"params": True},
+            length=m.layers,
+            metadata_params={nn.PARTITION_NAME: None},
+        )(m, name="blocks")
 
 
 def _cut(initial: nn.initializers.Initializer, *axes: str | None) -> Any:

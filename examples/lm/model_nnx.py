@@ -10,6 +10,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+import zero_jax
+
 from . import schema
 
 
@@ -41,9 +43,9 @@ class Block(nnx.Module):
 class GPT(nnx.Module):
     """Logits of the next token at every position; the attributes of `blocks` have a layer dim."""
 
-    def __init__(self, model: schema.Model, rngs: nnx.Rngs):
+    def __init__(self, model: schema.Model, rngs: nnx.Rngs, prefetch: bool = False):
         dtype, normal = jnp.dtype(model.dtype), nnx.initializers.normal
-        self.remat, self.tied_head = model.remat, model.tied_head
+        self.remat, self.tied_head, self.prefetch = model.remat, model.tied_head, prefetch
         self.embed = nnx.Embed(
             model.vocab_size, model.hidden, embedding_init=normal(0.02), dtype=dtype, rngs=rngs
         )
@@ -66,13 +68,14 @@ class GPT(nnx.Module):
         """Map tokens (B, T) integers to logits (B, T, V) in the model's dtype."""
         x = self.embed(tokens)
         x = x + self.positions[: tokens.shape[1]].astype(x.dtype)
+        x = zero_jax.scan_layers_nnx(self.blocks, x) if self.prefetch else self._scan(x)
+        x = self.norm_out(x)
+        return self.embed.attend(x) if self.tied_head else self.head(x)
 
+    def _scan(self, x: jax.Array) -> jax.Array:
         def layer(x: jax.Array, block: Block) -> jax.Array:
             return block(x)
 
         # Inside a scan the compiler cannot merge the recomputation with the forward pass anyway.
         layer = nnx.remat(layer, prevent_cse=False) if self.remat else layer
-        x = nnx.scan(layer, in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)(x, self.blocks)
-
-        x = self.norm_out(x)
-        return self.embed.attend(x) if self.tied_head else self.head(x)
+        return nnx.scan(layer, in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)(x, self.blocks)

@@ -37,6 +37,7 @@ def zero_options(
         "min_size": cfg.zero.min_size,
         "precision": zero_jax.Precision.bf16() if half else None,
         "rules": {"blocks/*": "stacked"},
+        "executor": cfg.step.executor,
     }
 
 

@@ -99,14 +99,23 @@ class Step:
     """How a step is computed.
 
     Attributes:
+      executor: "annotated", the script's own step, in which the compiler places collectives;
+        "explicit", `zero_jax.make_train_step`, in which they are written out.
+      layer_loop: "scan", Flax's loop over the layers; "prefetch", `zero_jax.scan_layers`, which
+        gathers the next layer while one computes. The latter is for the explicit executor and
+        recomputes layers (`model.remat`).
       microbatches: parts that a batch is computed in, one after the other; their gradients are
         summed in float32. Divides the rows that a device has of a batch.
     """
 
+    executor: Literal["annotated", "explicit"] = "annotated"
+    layer_loop: Literal["scan", "prefetch"] = "scan"
     microbatches: int = 1
 
     def __post_init__(self) -> None:
         _at_least(self, microbatches=1)
+        if self.layer_loop == "prefetch" and self.executor != "explicit":
+            raise ValueError('layer_loop="prefetch" needs executor="explicit".')
 
 
 @dataclass(frozen=True)
@@ -170,3 +179,7 @@ class LanguageModelRun:
     step: Step = Step()
     zero: Zero = Zero()
     run: Run = Run()
+
+    def __post_init__(self) -> None:
+        if self.step.layer_loop == "prefetch" and not self.model.remat:
+            raise ValueError('step.layer_loop="prefetch" recomputes layers; set model.remat=true.')

@@ -111,6 +111,33 @@ def test_microbatches_and_tensor_parallelism_train_alike(tiny, tmp_path):
     assert "data=4, model=2" in layout and "'model'" in layout
 
 
+EXPLICIT = ("step.executor=explicit",)
+PREFETCH = (*EXPLICIT, "step.layer_loop=prefetch", "model.remat=true")
+
+
+@pytest.mark.parametrize(
+    "example, stage, overrides",
+    [
+        (train_lm, 3, PREFETCH),
+        (train_lm, 3, (*PREFETCH, "zero.model_parallel=2", "step.microbatches=2")),
+        (train_lm_nnx, 2, (*EXPLICIT, "step.microbatches=2")),
+        (train_lm_nnx, 3, PREFETCH),
+    ],
+    ids=["linen", "linen-tensor-parallel", "nnx", "nnx-prefetch"],
+)
+def test_executors_train_alike(example, stage, overrides, tiny, tmp_path):
+    """The library's step against the script's own, to rounding."""
+    losses = []
+    for name, (at, changes) in {"own": (0, ()), "library's": (stage, overrides)}.items():
+        quick = ("data.batch_size=16", "run.eval_batches=1", "run.sample_bytes=0")
+        folder = tmp_path / name
+        run(example, tiny, at, *quick, *changes, f"run.folder={folder.as_posix()}")
+        rows = metrics(folder)
+        validated = [float(row["val_loss"]) for row in rows if row["val_loss"]]
+        losses.append([float(row["loss"]) for row in rows] + validated)
+    assert losses[1] == pytest.approx(losses[0], abs=1e-4 * losses[0][0])
+
+
 def test_what_the_nnx_script_does_not_do_is_said(tiny):
     for override in ("step.microbatches=2", "zero.model_parallel=2"):
         with pytest.raises(SystemExit, match="expected 1"):

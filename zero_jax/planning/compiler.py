@@ -79,7 +79,8 @@ def ask_compiler(program: Program, topology: Topology) -> Compiled:
     """
     state, batch, layout = lay_out(program)
     began = time.perf_counter()
-    compiled = jax.jit(program.step, donate_argnums=0).lower(state, batch).compile()
+    lowered = jax.jit(program.step, donate_argnums=0).lower(state, batch)
+    compiled = lowered.compile(compiler_options=dict(program.compiler_options(state)))
     seconds = time.perf_counter() - began
     nodes = topology.devices_per_node if topology.nodes > 1 else None
     found = audit(compiled, layout.mesh, topology.accelerator, nodes)

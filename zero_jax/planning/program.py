@@ -48,6 +48,7 @@ class Program:
       name: what reports call it.
       choice: that it was built for.
       create, arguments: `create(*arguments)` makes the training state; arguments may be abstract.
+      compiler_options: laid-out state -> options that the step is compiled with.
       options: further arguments of `zero_jax.init_train_state`, the mesh among them, without
         `stage`.
       step: `step(state, batch)`; it is jitted with the state donated.
@@ -63,6 +64,7 @@ class Program:
     batch: Tree
     rows: int
     options: Mapping[str, Any] = field(default_factory=dict)
+    compiler_options: Callable[[Any], Mapping[str, Any]] = lambda _: {}
 
 
 class Builder(Protocol):

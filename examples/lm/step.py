@@ -1,0 +1,53 @@
+"""One training step in both executors; they train alike.
+
+The annotated one is the step that a Flax user has already: a gradient and `apply_gradients`. All
+that is added is `gather_at_use` around the parameters, for stage 3. The explicit one is the
+library's, made from the loss alone.
+"""
+
+from collections.abc import Callable
+
+import jax
+from flax.training.train_state import TrainState
+
+import zero_jax
+
+from .data import Batch
+from .loss import mean_loss
+from .microbatches import value_and_grad
+from .model import GPT
+from .schema import LanguageModelRun
+
+Step = Callable[[TrainState, Batch], tuple[TrainState, jax.Array]]
+
+
+def make_step(cfg: LanguageModelRun) -> Step:
+    """Make one optimizer step on inputs and targets (B, T); its loss is a mean, in nats a byte."""
+    return _explicit_step(cfg) if cfg.step.executor == "explicit" else _annotated_step(cfg)
+
+
+def _explicit_step(cfg: LanguageModelRun) -> Step:
+    model = GPT(cfg.model, prefetch=cfg.step.layer_loop == "prefetch")
+
+    def loss_fn(params, batch: Batch):
+        return mean_loss(model.apply({"params": params}, batch["inputs"]), batch["targets"])
+
+    step = zero_jax.make_train_step(loss_fn, microbatches=cfg.step.microbatches)
+
+    def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, jax.Array]:
+        state, metrics = step(state, batch)
+        return state, metrics.loss
+
+    return train_step
+
+
+def _annotated_step(cfg: LanguageModelRun) -> Step:
+    def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, jax.Array]:
+        def loss_fn(params, batch: Batch):
+            params = zero_jax.gather_at_use(params, state)
+            return mean_loss(state.apply_fn({"params": params}, batch["inputs"]), batch["targets"])
+
+        loss, grads = value_and_grad(loss_fn, state.params, batch, cfg.step.microbatches)
+        return state.apply_gradients(grads=grads), loss
+
+    return train_step
