@@ -22,7 +22,7 @@ FLOORS = [
     {"flax_linen", "flax_nnx", "options", "anatomy", "train_state", "batch", "gather_at_use"}
     | {"at_use_nnx", "layers_linen", "layers_nnx"},
     {"step_options", "faults", "subject", "wires", "local_gradients", "gradients", "update"}
-    | {"explicit_step", "train_step"},
+    | {"rehearsal", "explicit_step", "train_step"},
     {
         *(
             "reporting." + room
@@ -59,10 +59,13 @@ FLOORS = [
                 "hardware",
                 "liveness",
                 "memory",
+                "operations",
                 "program",
                 "propagation",
                 "topology",
                 "traced",
+                "traffic",
+                "traced_traffic",
             )
         ),
     },

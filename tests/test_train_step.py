@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 from flax.training.train_state import TrainState
 from step_net import (
     FIRST,
@@ -30,6 +31,7 @@ from step_net import (
 )
 
 import zero_jax
+from zero_jax.reporting.hlo import audit
 
 
 @pytest.mark.parametrize("stage", [2, 3])
@@ -225,3 +227,72 @@ def test_after_the_update():
     close(zero_jax.unshard_train_state(state).average, jax.tree.map(
         lambda p, g: p - g / 2, plain.params, gradient()
     ))  # fmt: skip
+
+
+class Adapted(nnx.Module):
+    """A base that stays as it is, and an adapter that trains."""
+
+    def __init__(self):
+        self.layer = nnx.LoRALinear(8, 24, lora_rank=2, rngs=nnx.Rngs(0))
+
+    def __call__(self, x):
+        return self.layer(x)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_the_base_of_an_adapter_crosses_no_wire_below_stage_3(stage):
+    """It arrives in the compute dtype at every stage, and nothing of it is averaged."""
+    seen = []
+
+    def loss(model, batch):
+        seen.append(model.layer.kernel[...].dtype)
+        return jnp.mean(model(batch["x"]).astype(jnp.float32) ** 2)
+
+    model = Adapted()
+    state = model, nnx.Optimizer(model, optax.adam(1e-2), wrt=nnx.LoRAParam)
+    half = zero_jax.Precision(compute=jnp.bfloat16)
+    state = zero_jax.shard_train_state(state, stage, precision=half, executor="explicit")
+    batch = zero_jax.shard_batch({"x": np.ones((16, 8), np.float32)}, state)
+    compiled = make(loss).lower(state, batch).compile()
+    assert set(seen) == {jnp.dtype(jnp.bfloat16)}
+    found = audit(compiled, zero_jax.layout_of(state).mesh).bytes_by_kind
+    adapter = (8 * 2 + 2 * 24) * 4  # fp32 gradients
+    assert found["all-reduce"] <= 2 * adapter * (stage == 0) * 7 // 8 + SCALARS
+
+
+def test_reductions_in_fp16_keep_what_the_scale_has_saved():
+    """Gradients of 1e-6 are unscaled in fp32: divided in fp16 by 2^26, all would be 0."""
+    scale = zero_jax.DynamicScale(initial=2.0**26)
+    half = zero_jax.Precision(reduce=jnp.float16, loss_scale=scale)
+    state = start(2, precision=half)
+    before = jax.tree.leaves(zero_jax.unshard_train_state(state).opt_state)
+    state, metrics = make(lambda p, b: loss_fn(p, b) * 1e-6)(state, placed(state))
+    after = jax.tree.leaves(zero_jax.unshard_train_state(state).opt_state)
+    moments = [np.asarray(a) for a, b in zip(after, before, strict=True) if np.ndim(b)]
+    assert int(metrics.fault) == 0
+    norm = np.sqrt(sum(float(np.sum(m**2)) for m in moments))
+    np.testing.assert_allclose(norm, float(metrics.grad_norm), rtol=1e-2)
+
+
+def test_a_hook_that_changes_the_optimizer_state():
+    def forget(state):
+        return state.replace(opt_state=jax.tree.map(jnp.zeros_like, state.opt_state))
+
+    state = start(1)
+    with pytest.raises(ValueError, match="after_update: it changed opt_state"):
+        make(after_update=forget)(state, placed(state))
+
+
+def test_a_state_with_an_update_of_its_own():
+    """Its `apply_gradients` is not called, which is said."""
+
+    class Averaged(TrainState):
+        def apply_gradients(self, *, grads, **fields):
+            return super().apply_gradients(grads=grads, **fields)
+
+    plain = create()
+    state = Averaged.create(apply_fn=None, params=plain.params, tx=plain.tx)
+    state = zero_jax.shard_train_state(state, 1, rules=RULES, executor="explicit")
+    with pytest.warns(zero_jax.ZeroWarning, match="apply_gradients.*after_update"):
+        state, _ = make()(state, placed(state))
+    make(after_update=lambda state: state)(state, placed(state))

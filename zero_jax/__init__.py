@@ -19,12 +19,13 @@ The rooms, from the ground up; each imports only its own floor and lower ones:
   residence    residence
   the state    flax_linen  flax_nnx  options  anatomy  train_state  batch
                gather_at_use  at_use_nnx  layers_linen  layers_nnx
-  the step     step_options  faults  subject  wires  local_gradients  gradients  update
-               explicit_step  train_step
+  the step     step_options  faults  subject  wires  local_gradients  rehearsal  gradients
+               update  explicit_step  train_step
   beside, reads only
-    planning   closed forms: memory  activations  communication
+    planning   closed forms: memory  activations  communication  traffic
                machines:     hardware  gpu_target  topology  doctor
-               forecasts:    program  traced  propagation  liveness  compiler  forecast  fit
+               forecasts:    program  operations  traced  traced_traffic  propagation  liveness
+                             compiler  forecast  fit
     reporting  the audit:    hlo  hlo_text  hlo_walk  flights  rings  wire  replica_groups
                              loop_trips  matmul_flops  schedule  audit_table
                for people:   plan_table  plan_words  plan_svg  page  plots  doctor_table

@@ -136,6 +136,10 @@ class Cut:
         """The same leaf, not cut."""
         return replace(self, rest_shape=self.shape, dim=None, axes=(), parts=1)
 
+    def alone(self) -> "Cut":
+        """The same cut with one device to a leaf: loops go the same way, on whole leaves."""
+        return replace(self, rest_shape=self.shape, axes=(), parts=1)
+
     def layer(self) -> "Cut":
         """The cut of one layer of a stack: the first dim taken away.
 
@@ -186,7 +190,7 @@ def gather(piece: jax.Array, cut: Cut) -> jax.Array:
     Returns:
       The logical array, without padding: every other device sends its piece once.
     """
-    if cut.dim is None:
+    if cut.parts == 1:
         return piece
     whole = _along_held(_all_gather, cut)(piece)
     if cut.is_flat:

@@ -128,11 +128,15 @@ def _clip(gradients: list[Any], norm: jax.Array, options: StepOptions) -> list[A
 
 
 def _times(gradients: list[Any], factor: jax.Array) -> list[Any]:
-    numbers = [jnp.issubdtype(g.dtype, jnp.inexact) for g in gradients]
-    return [
-        g * factor.astype(g.real.dtype) if is_number else g
-        for g, is_number in zip(gradients, numbers, strict=True)
-    ]
+    """Gradients times an fp32 factor, in fp32 at least: fp16 would lose what a scale has saved."""
+
+    def times(g: Any) -> Any:
+        if not jnp.issubdtype(g.dtype, jnp.inexact):
+            return g
+        wide = g.astype(jnp.promote_types(g.dtype, jnp.float32))
+        return wide * factor.astype(wide.real.dtype)
+
+    return [times(g) for g in gradients]
 
 
 def _next_scale(state: ScaleState, fault: jax.Array, policy: Any) -> tuple[ScaleState, jax.Array]:
@@ -176,4 +180,10 @@ def _hook(
     logical = jax.tree.map(unpad, (params, other), places)
     state = after_update(subject.anatomy.close(logical[0], opt_state, logical[1]))
     changed = open_in_step(state, tx)
+    pairs = zip(jax.tree.leaves(changed.opt_state), jax.tree.leaves(opt_state), strict=False)
+    if any(new is not old for new, old in pairs):
+        raise ValueError(
+            "after_update: it changed opt_state, which is the optimizer's; return it as it was. "
+            "What changes with the optimizer's state belongs into the optax transformation."
+        )
     return jax.tree.map(pad, (changed.params, changed.other), places)

@@ -5,7 +5,8 @@ come out under the optimizer's partition. Only the axes that the batch is split 
 axes of tensor parallelism stay automatic (ZeRO, arXiv 1910.02054, section 1, on ZeRO with model
 parallelism).
 
-Not here: what a device does (`local_gradients`), which collective a parameter takes (`wires`).
+Not here: what a device does (`local_gradients`), which collective a parameter takes (`wires`), how
+the loss reads it (`rehearsal`).
 """
 
 import math
@@ -16,15 +17,14 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
-from .at_use import Partitioned, Wire
+from .at_use import Wire
 from .collectives import constrain, unpad
 from .local_gradients import Axes, make_local_gradient
 from .mesh import data_axes, torus_mesh
-from .readings import Reading, find_readings
+from .rehearsal import rehearse
 from .residence import path_of
-from .shortfall import warn, warn_of_readings
 from .step_options import StepOptions
-from .subject import Device, Subject
+from .subject import Subject
 from .wires import wires_of
 
 Tree = Any
@@ -92,12 +92,7 @@ def compute_gradients(
             check_vma=False,
         )
 
-    def trace(values: list[Any], carried: Tree, batch: Tree, key: Any) -> Any:
-        leaves = [Partitioned(v, None, w) for v, w in zip(values, wires, strict=True)]
-        return subject.call(leaves, carried, batch, key, Device(lambda k: k, names))
-
-    described = jax.tree.map(_describe, (subject.values, subject.carried, batch, key))
-    readings = _read(on_devices(trace, arguments, _ALIKE), described, subject, trains, options)
+    readings = rehearse(subject, wires, trains, batch, key, mesh, axes, options)
     local = make_local_gradient(subject, wires, readings, trains, axes, options)
     leave = [_gradient_spec(w) for w, t in zip(wires, trains, strict=True) if t]
     mapped = on_devices(local, (*arguments, _ALIKE), (leave, _ALIKE, _ALIKE, _ALIKE))
@@ -161,62 +156,6 @@ def _frozen_leaves(frozen: Tree, params: Tree) -> list[bool]:
             "function of a parameter's path."
         )
     return stays
-
-
-def _read(
-    trace: Any, described: Any, subject: Subject, trains: list[bool], options: StepOptions
-) -> list[Reading]:
-    """How the loss reads each value, from a trace of it; see `readings`.
-
-    A loss that cannot be traced with parameters that gather themselves reads them whole: what is
-    wrong with it, if anything, it says when it is traced with plain arrays.
-    """
-    count, why = len(subject.values), "the loss computes with it outside of any module"
-    try:
-        closed = jax.make_jaxpr(trace)(*described)
-    except Exception as error:  # whatever the user's code raises on meeting such a parameter
-        found: dict[int, Reading] = dict.fromkeys(range(count), "read whole")
-        why = f"{type(error).__name__}: {error}".splitlines()[0]
-    else:
-        mapped = next(e for e in closed.jaxpr.eqns if e.primitive.name == "shard_map")
-        inside, given = mapped.params["jaxpr"], len(jax.tree.leaves(described))
-        values = inside.invars[len(inside.invars) - given :]  # what it closes over comes first
-        found = find_readings(inside, dict(zip(values, range(count), strict=False)))
-        _check_read(subject, found, trains, closed.consts)
-    readings: list[Reading] = [found[at] for at in range(count)]
-    if options.regather == "layer":
-        warn_of_readings(subject.placements, readings, why)
-    return readings
-
-
-def _check_read(
-    subject: Subject, found: dict[int, Reading], trains: list[bool], constants: list[Any]
-) -> None:
-    """Whether the loss reads what it is given, and not the same arrays from around it.
-
-    Raises:
-      ValueError: it reads no parameter that trains, or none trains.
-    """
-    idle = [p for at, p in enumerate(subject.placements) if trains[at] and found[at] == "not read"]
-    if not any(trains):
-        raise ValueError("frozen: it freezes every parameter; nothing is left to train.")
-    if len(idle) == sum(trains):
-        raise ValueError(
-            f"loss_fn: it reads none of the {len(idle)} parameters that it is given, so nothing "
-            "would train; read them from its first argument, not from a model or state around it."
-        )
-    shapes = {jnp.shape(c) for c in constants if jnp.ndim(c)}
-    twins = [p.leaf for p in idle if {p.leaf.shape, p.partition.rest_shape} & shapes]
-    if twins:
-        warn(
-            f"loss_fn: it does not read {twins[0].path!r}, {len(twins)} such in all, and closes "
-            f"over an array of its shape {twins[0].shape}. If that is the parameter, it does not "
-            "train: read it from the first argument."
-        )
-
-
-def _describe(x: Any) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(jnp.shape(x), x.dtype)
 
 
 def _manual_entries(spec: PartitionSpec, axes: tuple[str, ...]) -> PartitionSpec:

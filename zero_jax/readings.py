@@ -13,10 +13,14 @@ where a layer reads its parameters once; elsewhere it would be wrong or wasteful
 
 Such parameters are gathered at the start of the loss and are plain arrays in it. The rest is
 gathered where it is read. The trace says which is which; nothing is computed.
+
+What leaves no mark on a parameter itself (a loss that counts elements, or takes only those of two
+dims) shows when two traces with pieces of different sizes are compared: `same_events`.
 """
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Any, Literal, TypeVar
 
 from .at_use import READING
@@ -46,6 +50,39 @@ def find_readings(jaxpr: Any, values: Mapping[Any, Key]) -> dict[Key, Reading]:
     for name, _ in _walk(jaxpr, {var: (name, None) for var, name in values.items()}, uses):
         uses[name].whole = True  # the loss returns it
     return {name: _reading(found) for name, found in uses.items()}
+
+
+_SLICES = ("dynamic_slice", "squeeze")  # what takes one layer, a piece, from a stack in a loop
+
+
+def same_events(one: Any, other: Any) -> bool:
+    """Whether two traces of a loss do the same, whatever the shapes of what they gather.
+
+    Args:
+      one, other: closed jaxprs.
+    """
+    events = zip_longest(_events(one), _events(other))
+    return all(a == b for a, b in events)
+
+
+def _events(jaxpr: Any) -> Iterator[Any]:
+    """What a trace does, in order: gathers, and results and numbers of all else."""
+    inner = getattr(jaxpr, "jaxpr", jaxpr)
+    yield from (repr(c) for c in getattr(jaxpr, "consts", ()) if getattr(c, "shape", None) == ())
+    for eqn in inner.eqns:
+        kind, bodies = eqn.primitive.name, [*_bodies(eqn)]
+        numbers = [repr(v.val) for v in eqn.invars if hasattr(v, "val")]
+        if eqn.params.get("name") in READING:
+            yield "gather"
+        elif bodies:
+            if kind != "custom_vjp_call":  # a gather with a gradient is one
+                yield kind, numbers
+            for body in bodies:
+                yield from _events(body)
+        elif kind in _SLICES:
+            yield kind, numbers
+        elif kind != "stop_gradient":  # of a gather without one
+            yield kind, numbers, [(v.aval.shape, v.aval.dtype) for v in eqn.outvars]
 
 
 def _reading(found: _Uses) -> Reading:

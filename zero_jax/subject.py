@@ -20,6 +20,7 @@ import flax.linen as nn
 import jax
 from flax import nnx
 from flax.core import meta
+from flax.training.train_state import TrainState
 
 from . import flax_linen, flax_nnx
 from .anatomy import Anatomy, open_in_step
@@ -28,6 +29,7 @@ from .layout import Layout
 from .optimizer import PartitionedOptimizer
 from .placement import Placement
 from .residence import path_of
+from .shortfall import warn
 from .step_options import StepOptions
 from .train_state import layout_of
 
@@ -89,6 +91,7 @@ def open_subject(state: Any, tx: Any, loss_fn: Callable[..., Any], options: Step
 def _open_linen(
     state: Any, anatomy: Anatomy, layout: Layout, loss_fn: Any, options: StepOptions
 ) -> Subject:
+    _warn_of_own_update(state, options)
     params, structure = jax.tree.flatten(anatomy.params, is_leaf=_is_box)
     for name in options.collections:
         if flax_linen.get(state, name) is None:
@@ -128,21 +131,31 @@ def _open_linen(
 def _open_nnx(
     state: Any, anatomy: Anatomy, layout: Layout, loss_fn: Any, options: StepOptions
 ) -> Subject:
+    if options.collections:
+        raise ValueError(
+            f"collections: {next(iter(options.collections))!r} is given, but an NNX model keeps "
+            "its variables itself; what it changes of them is averaged over devices."
+        )
     model, wrt = flax_nnx.model_of(state), flax_nnx.optimizer_of(state).wrt
     graph, variables = flax_nnx.template(model)
     paths = [path_of(k) for k, _ in jax.tree_util.tree_leaves_with_path(anatomy.params)]
     other, other_structure = jax.tree.flatten(anatomy.other["model"])
     where = jax.tree.leaves(layout.other["model"])
     names = [path_of(k) for k, _ in jax.tree_util.tree_leaves_with_path(anatomy.other["model"])]
-    cut = [at for at, placement in enumerate(where) if placement.partition.parts > 1]
-    kept = [at for at in range(len(other)) if at not in cut]
+    # Parameters that are not trained are read at every stage as at stage 3, which cuts them.
+    still = [
+        f"model/{name}" in anatomy.frozen or p.partition.parts > 1
+        for name, p in zip(names, where, strict=True)
+    ]
+    read = [at for at, stays in enumerate(still) if stays]
+    kept = [at for at, stays in enumerate(still) if not stays]
     params = jax.tree.leaves(anatomy.params)
 
     def call(leaves: list[Any], carried: list[Any], batch: Tree, key: Any, device: Device) -> Any:
         model = nnx.merge(graph, variables)
         given = dict(zip(paths, leaves[: len(params)], strict=True))
         hand_over(model, wrt, given)
-        rest = dict(zip([names[at] for at in cut], leaves[len(params) :], strict=True))
+        rest = dict(zip([names[at] for at in read], leaves[len(params) :], strict=True))
         rest |= dict(zip([names[at] for at in kept], carried, strict=True))
         hand_over(model, nnx.Not(wrt), rest)
         keys = _fold_keys(model, device.fold)
@@ -164,8 +177,8 @@ def _open_nnx(
         anatomy,
         anatomy.tx,
         layout,
-        [*params, *(other[at] for at in cut)],
-        [*jax.tree.leaves(layout.params), *(where[at] for at in cut)],
+        [*params, *(other[at] for at in read)],
+        [*jax.tree.leaves(layout.params), *(where[at] for at in read)],
         len(params),
         [other[at] for at in kept],
         call,
@@ -183,6 +196,18 @@ def _fold_keys(model: nnx.Module, fold: Any) -> list[tuple[Any, Any]]:
             folds = jax.vmap(folds)
         variable.set_raw_value(folds(key))
     return old
+
+
+def _warn_of_own_update(state: Any, options: StepOptions) -> None:
+    """Say that a subclass's own `apply_gradients` is not called."""
+    own = getattr(type(state), "apply_gradients", None)
+    if not isinstance(state, TrainState) or own is TrainState.apply_gradients:
+        return
+    if options.after_update is None:
+        warn(
+            f"state: {type(state).__name__} has an apply_gradients of its own, which this step "
+            "does not call; pass what it does beside the update as after_update=."
+        )
 
 
 def _split_aux(out: Any, options: StepOptions) -> tuple[Any, Any]:

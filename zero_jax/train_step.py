@@ -79,19 +79,23 @@ def make_train_step(
       clip_norm: global norm that gradients are clipped to.
       transform_grads: gradients -> gradients, on whole logical trees, before clipping.
       nonfinite: gradients that are not finite never reach the optimizer: the step leaves the state
-        as it is. "raise" raises a FloatingPointError before the next step starts, "skip" goes on.
+        as it is. "raise" raises a FloatingPointError in the first call that finds it computed (or
+        in `check`), "skip" goes on.
         "pass" hands them to the optimizer (`optax.apply_if_finite`, say). Under a `DynamicScale` a
         step that overflows is skipped whatever stands here, and raises only once that is hopeless.
       frozen: path -> whether a parameter is frozen, or a tree of bools. No gradient is computed,
         reduced or stored for it, and it never changes.
       collections: field of the state -> rule. The loss gets the field as a keyword argument;
         "read" is all that happens to such a one (a frozen model, say), else the loss returns it
-        changed in its aux and devices' values are joined by "mean", "sum", "max" or "min".
+        changed in its aux and devices' values are joined by "mean", "sum", "max" or "min". Under
+        "mean" integers must be alike on every device. Not for NNX: its variables are averaged.
       aux: entry of the loss's aux -> how values of devices and microbatches are joined; the mean by
         default.
       statistics: BatchNorm takes its statistics over the whole batch ("global", as on one device)
         or over one device's rows ("local").
-      after_update: state -> state after the optimizer (moving averages, say), on logical shapes.
+      after_update: state -> state after the optimizer (moving averages, say), on logical shapes of
+        all but the optimizer's state, which stays as it is. A TrainState's own `apply_gradients` is
+        not called.
       donate: the state that is passed in gives its memory to the one that comes out.
       compiler_options: for the compiler; by default those of `step_compiler_options`.
 

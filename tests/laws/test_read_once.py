@@ -158,3 +158,95 @@ def test_a_loss_that_computes_with_parameters():
     loss, grads = jax.value_and_grad(decayed)(params, {"ids": IDS})
     np.testing.assert_allclose(float(metrics.loss), float(loss), rtol=1e-6)
     np.testing.assert_allclose(float(metrics.grad_norm), optax.tree.norm(grads), rtol=1e-6)
+
+
+class Experts(nn.Module):
+    """Layers stacked along the second dim, which the step does not take for layers."""
+
+    @nn.compact
+    def __call__(self, x):
+        experts = nn.vmap(
+            nn.Dense,
+            variable_axes={"params": 1},
+            split_rngs={"params": True},
+            in_axes=None,
+            out_axes=1,
+            axis_size=N,
+        )
+        return experts(N)(x).mean(1)
+
+
+@pytest.mark.filterwarnings("ignore::zero_jax.ZeroWarning")
+@pytest.mark.parametrize("stage", [1, 3])
+def test_layers_stacked_along_another_dim(stage):
+    """A piece of the gradient has not the dim that is mapped over: parameters come whole."""
+
+    def loss(params, batch):
+        return jnp.mean(Experts().apply({"params": params}, batch["x"]) ** 2)
+
+    x = np.random.default_rng(2).normal(size=(ROWS, N)).astype(np.float32)
+    params = Experts().init(jax.random.key(0), x)["params"]
+    state = TrainState.create(apply_fn=None, params=params, tx=optax.sgd(1.0))
+    state = zero_jax.shard_train_state(state, stage, executor="explicit")
+    _, metrics = zero_jax.make_train_step(loss)(state, zero_jax.shard_batch({"x": x}, state))
+    norm = optax.tree.norm(jax.grad(loss)(params, {"x": x}))
+    np.testing.assert_allclose(float(metrics.grad_norm), norm, rtol=1e-5)
+
+
+class Odd(nn.Module):
+    """The first kernel (6, 7) has no dim that 8 divides: at rest it is flat, one dim."""
+
+    @nn.compact
+    def __call__(self, x):
+        return nn.Dense(WIDTH)(jnp.tanh(nn.Dense(7)(x)))
+
+
+def decayed_kernels(params, batch):
+    """Decay of what has two dims, as Flax's own ImageNet example writes it."""
+    kernels = [p for p in jax.tree.leaves(params) if p.ndim > 1]
+    loss = jnp.mean(Odd().apply({"params": params}, batch["x"]) ** 2)
+    return loss + sum(jnp.sum(p**2) for p in kernels)
+
+
+def per_element(params, batch):
+    count = sum(p.size for p in jax.tree.leaves(params))
+    return jnp.mean(Odd().apply({"params": params}, batch["x"]) ** 2) / count
+
+
+def per_leaf(params, batch):
+    count = len(jax.tree.leaves(params))
+    return jnp.mean(Odd().apply({"params": params}, batch["x"]) ** 2) / count
+
+
+@pytest.mark.filterwarnings("ignore::zero_jax.ZeroWarning")
+@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("loss", [decayed_kernels, per_element, per_leaf])
+def test_a_loss_that_looks_at_shapes_of_parameters(loss, stage):
+    """Pieces and carriers have other shapes and are more; such a loss gets whole parameters."""
+    x = np.random.default_rng(2).normal(size=(ROWS, 6)).astype(np.float32)
+    params = Odd().init(jax.random.key(0), x)["params"]
+    state = TrainState.create(apply_fn=None, params=params, tx=optax.sgd(1.0))
+    state = zero_jax.shard_train_state(state, stage, executor="explicit")
+    batch = zero_jax.shard_batch({"x": x}, state)
+    value, grads = jax.value_and_grad(loss)(params, {"x": x})
+    _, metrics = zero_jax.make_train_step(loss)(state, batch)
+    np.testing.assert_allclose(float(metrics.loss), float(value), rtol=1e-5)
+    np.testing.assert_allclose(float(metrics.grad_norm), optax.tree.norm(grads), rtol=1e-5)
+
+
+class Block(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return x + nn.Dense(6)(jnp.tanh(nn.Dense(WIDTH)(x)))
+
+
+@pytest.mark.parametrize("every", [1, 2])
+def test_a_prefetching_loop_is_left_alone(every):
+    """Pieces of other sizes are no reason to gather a stack at the start, which would be said."""
+    model = zero_jax.ScanLayers(Block, 5, checkpoint_every=every)
+    x = np.random.default_rng(2).normal(size=(ROWS, 6)).astype(np.float32)
+    params = model.init(jax.random.key(0), x)["params"]
+    state = TrainState.create(apply_fn=None, params=params, tx=optax.sgd(1.0))
+    state = zero_jax.shard_train_state(state, 3, rules={"*": "stacked"}, executor="explicit")
+    step = zero_jax.make_train_step(lambda p, b: jnp.mean(model.apply({"params": p}, b["x"]) ** 2))
+    step.lower(state, zero_jax.shard_batch({"x": x}, state))

@@ -51,8 +51,12 @@ def test_microbatches():
         WireBytes(gather, 5 * reduce),
         WireBytes(5 * 2 * gather, 5 * reduce),
     ]
-    kept = step_traffic(8, 3, 4, microbatches=5, regather="keep").total
-    assert kept == WireBytes(5 * gather, 5 * reduce)
+    used, kept = (
+        step_traffic(8, 3, 4, microbatches=5, regather=regather).total
+        for regather in ("use", "keep")
+    )
+    assert used == WireBytes(5 * gather, 5 * reduce)
+    assert kept == WireBytes(gather, 5 * reduce)
 
 
 def test_frozen_parameters_are_gathered_at_stage_3_and_never_reduced():
@@ -112,7 +116,7 @@ PSI = 256 * 128 + 128 * 384 + 384
 @pytest.mark.filterwarnings("ignore::zero_jax.ZeroWarning")  # a data axis of one device
 @pytest.mark.parametrize("replicas", [1, 2, 8])
 @pytest.mark.parametrize("stage", range(4))
-@pytest.mark.parametrize("regather", ["layer", "keep"])
+@pytest.mark.parametrize("regather", ["layer", "use", "keep"])
 def test_the_layout_counts_what_the_closed_form_does(stage, replicas, regather):
     """All dims divide by 8 here, so that nothing is padded or whole."""
     mesh = Mesh(np.array(jax.devices()).reshape(replicas, -1), ("replica", "data"))
@@ -156,16 +160,45 @@ def test_leaves_that_do_not_divide():
     part = 7 * 626 * 3 * 2
     assert sent(1, (5003, 3)) == sent(2, (5003, 3)) == WireBytes(part, part)
     assert sent(3, (5003, 3)) == WireBytes(part, part)
-    # 37 x 37 = 1369 is flattened to 1376: whole in flight, its moments gathered for the update
-    whole, moments = 2 * 7 * 172 * 2, 3 * 7 * 172 * 4
+    # 37 x 37 = 1369 is flattened to 1376: whole in flight, so all-reduced without padding
+    # (2 x 7/8 of 1369 x 2 bytes, rounded up), its moments gathered for the update
+    whole, moments = 4792, 3 * 7 * 172 * 4
     assert sent(0, (37, 37)) == WireBytes(0, 0, whole)
     for stage in (1, 2, 3):
         assert sent(stage, (37, 37)) == WireBytes(moments, 0, whole)
     # 5003 x 4 at stage 3 rests over 4 of 8: gathered twice over 4, and from the update's cut over 8
     factor, update = 2 * 3 * 5003 * 2, 7 * 626 * 4 * 2
     assert sent(3, (5003, 4)) == WireBytes(factor + update, update)
-    # a scalar is reduced as one element of a ring
-    assert sent(3, ()) == WireBytes(0, 0, 2 * 7 * 1 * 2)
+    # 2 x 7/8 of a scalar's 2 bytes, rounded up
+    assert sent(3, ()) == WireBytes(0, 0, 4)
+
+
+@pytest.mark.filterwarnings("ignore::zero_jax.ZeroWarning")  # leaves that stay whole
+def test_what_the_explicit_step_alone_does():
+    """Parameters padded at rest, two dtypes on the wire, sums reduced once, leaf by leaf."""
+
+    def sent(shape, precision, **options):
+        tx = zero_jax.partition_optimizer(optax.adamw(1e-3))
+        params = {"leaf": jax.ShapeDtypeStruct(shape, jnp.float32)}
+        state = {"params": params, "opt_state": jax.eval_shape(tx.init, params)}
+        zero_jax.shard_train_state(state, 3, precision=precision, tx=tx, executor="explicit")
+        return communication.from_layout(tx.layout, **options).total
+
+    half, single = zero_jax.Precision.bf16(), None
+    part = 7 * 626 * 3  # elements sent of 5003 rows, padded to 5008
+    cast = {"gather_dtype": jnp.bfloat16, "reduce_dtype": jnp.float32, "microbatches": 5}
+    for precision in (half, single):
+        each = WireBytes(2 * 5 * part * 2, 5 * part * 4)
+        assert sent((5003, 3), precision, **cast) == each
+        once = WireBytes(5 * part * 2, part * 4)
+        by_path = {"leaf": "use"}.__getitem__
+        assert sent((5003, 3), precision, **cast, reduce="once", regather=by_path) == once
+    # 1369 elements, flattened at rest, are gathered for the update, from the master copy if any
+    flat, whole = 7 * 172, 7 * 1369  # 2 x 7/8 x 4 bytes
+    options = {"reduce_dtype": jnp.float32, "regather": "keep"}
+    moments = 2 * flat * 4
+    assert sent((37, 37), half, **options) == WireBytes(flat * (2 + 4) + moments, 0, whole)
+    assert sent((37, 37), single, **options) == WireBytes(flat * (4 + 4) + moments, 0, whole)
 
 
 def test_frozen_parameters_of_a_layout_are_gathered_and_averages_are_not():
@@ -210,7 +243,7 @@ def test_complex_and_integer_leaves_keep_their_width():
     ("replicas", "stage"), [(1, 0), (1, 1), (1, 2), (1, 3), (2, 0), (2, 2), (2, 3)]
 )
 def test_the_gpu_compiler_sends_what_the_layout_counts(replicas, stage):
-    """A user's own step for 8 H100. It keeps what stage 3 gathers, and reduces in bf16.
+    """A user's own step for 8 H100. It uses once what stage 3 gathers, and reduces in bf16.
 
     At stage 1 with replicas XLA all-reduces over both axes instead, which is more: not shown.
     """
@@ -234,7 +267,7 @@ def test_the_gpu_compiler_sends_what_the_layout_counts(replicas, stage):
     sent = dict.fromkeys(("all-gather", "reduce-scatter", "all-reduce"), 0)
     for c in audit(compiled, mesh).collectives:
         sent[c.kind] += c.bytes_on_wire * c.trips
-    assert WireBytes(*sent.values()) == communication.from_layout(layout, regather="keep").total
+    assert WireBytes(*sent.values()) == communication.from_layout(layout, regather="use").total
 
 
 @pytest.mark.parametrize(
@@ -248,7 +281,7 @@ def test_the_gpu_compiler_sends_what_the_layout_counts(replicas, stage):
         ({"model_parallel": 0.5}, TypeError, "model_parallel=0.5"),
         ({"microbatches": 0}, ValueError, "microbatches=0"),
         ({"frozen": -0.1}, ValueError, "frozen=-0.1"),
-        ({"regather": "never"}, ValueError, "regather='never'; expected one of layer, keep"),
+        ({"regather": "never"}, ValueError, "regather='never'; expected one of layer, use, keep"),
     ],
 )
 def test_bad_input(change, error, words):

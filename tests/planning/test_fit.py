@@ -300,6 +300,19 @@ def test_a_step_that_gathers_nothing_says_so():
     planner(Builder(gathers=False)).forecast(Choice(2, False, 1))  # which has nothing to gather
 
 
+def test_a_prefetching_loop_has_no_program_that_does_not_recompute(tmp_path):
+    config = tmp_path / "run.toml"
+    config.write_text(
+        '[step]\nexecutor = "explicit"\nlayer_loop = "prefetch"\n[model]\nremat = true\n'
+    )
+    made = make_planner(plan_lm.program, config, "cpu:8", memory_bytes=PLENTY)
+    assert made.foresee(Choice(3, False, 1)) is None
+    assert made.program(Choice(3, False, 1)).choice == Choice(3, True, 1)
+    with pytest.raises(ValueError, match="no way to make stage 3, no remat"):
+        made.forecast(Choice(3, False, 1))
+    assert made.forecast(Choice(3, True, 1)).wire_bytes > 0  # and no note of gathers
+
+
 @pytest.mark.parametrize("size", [0, -8])
 def test_a_batch_of_no_rows_is_a_letter(tmp_path, size):
     config = tmp_path / "run.toml"

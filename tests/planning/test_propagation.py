@@ -225,17 +225,18 @@ def test_branches_and_whiles_get_the_cuts_of_what_they_read():
         assert all(x.cut == (8, 1) for body in op.regions for x in body.inputs)
 
 
-def test_the_body_of_a_shard_map_has_the_shapes_of_one_device():
-    """(16, 3) cut by 8: the body sees (2, 3), of which a device has all."""
+def test_within_a_shard_map_shapes_are_those_of_one_device():
+    """(16, 3) cut by 8: within it is (2, 3), of which a device has all; outside it is cut again."""
 
     def f(x):
         cut = lies(8, 1).spec
-        return jax.shard_map(lambda x: jnp.sin(x) * 2, mesh=MESH, in_specs=cut, out_specs=cut)(x)
+        return jax.shard_map(jnp.sin, mesh=MESH, in_specs=cut, out_specs=cut)(x)
 
-    (op,) = propagated(f, array((16, 3), (8, 1))).operations
-    body = op.regions[0]
-    assert op.name == "shard_map" and body.inputs[0].shape == (16 // 8, 3)
-    assert body.operations[0].outputs[0].bytes_per_device == 16 // 8 * 3 * 4
+    region = propagated(f, array((16, 3), (8, 1)))
+    assert [op.name for op in region.operations] == ["to_local", "sin", "to_global"]
+    local = region.operations[1].outputs[0]
+    assert (local.shape, local.cut) == ((16 // 8, 3), (1, 1))
+    assert (region.outputs[0].shape, region.outputs[0].cut) == ((16, 3), (8, 1))
 
 
 @pytest.mark.parametrize(

@@ -256,3 +256,17 @@ def test_weights_that_a_loop_shares_are_reduced_in_every_trip(part, trips):
     region = trace(step, (array(8, 8), array(3, 8, 8)), array(4, 8))
     propagate(region)
     assert region.trips_that_reduce == trips
+
+
+def test_what_a_loop_carries_for_nobody_is_left_out():
+    """Of three carries the result needs the first, and that reads the second."""
+
+    def step(state, _):
+        def body(carry, _):
+            a, b, c = carry
+            return (a + b, jnp.sin(b), jnp.cos(c)), None
+
+        return lax.scan(body, (state, state, state), None, length=4)[0][0]
+
+    (loop,) = (op for op in trace(step, array(3), ()).operations if op.name == "scan")
+    assert sorted(names(loop.regions[0])) == ["add", "sin"]

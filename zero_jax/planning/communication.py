@@ -11,17 +11,22 @@ When, in a step of m microbatches:
   stage 0   gradients all-reduced once, after a local sum
   stage 1   gradients reduce-scattered once, after a local sum; updated parameters gathered once
   stage 2   gradients reduce-scattered in every microbatch; updated parameters gathered once
-  stage 3   gradients the same; parameters gathered in every microbatch, in the forward pass and,
-            unless they are kept, again in the backward pass; never after the update
+  stage 3   gradients the same; parameters gathered in every microbatch where they are used, again
+            in the backward pass where a layer is recomputed; kept, once a step; never after the
+            update
   replicas  (hybrid sharding) the sums over the data axis, a part each, are all-reduced across the
             replicas once a step; a gradient that is whole is all-reduced over both axes at once
+
+The paper's 3 elements are those of recomputed layers. What a model reads once outside of them
+(embedding, head, positions) is gathered once a microbatch, and so is what no recomputation needs (a
+layer's last bias); what it reads several times (a tied embedding) once a step. `from_layout` is
+told by path.
 
 Not here: ZeRO++ (quantised or hierarchical collectives), what tensor parallelism and the optimizer
 (norms, factored means) exchange, and how a compiler spells a collective (`reporting`).
 """
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from fractions import Fraction
 from math import ceil, prod
 from typing import Any, Literal, get_args
@@ -35,55 +40,14 @@ from ..mesh import data_axes
 from ..placement import Leaf, Placement
 from ..stage import Stage, parse_stage
 from .memory import share, whole_number
+from .traffic import Axes, Traffic, WireBytes, add_up, gather, reduction
 
-Regather = Literal["layer", "keep"]
-"""Stage 3 gathers a layer's parameters again in the backward pass, or keeps them until then."""
+Regather = Literal["layer", "use", "keep"]
+"""Stage 3 gathers a parameter twice a microbatch (where a recomputed layer reads it), once a
+microbatch (where anything else does), or once a step, and keeps it."""
 
-Axes = tuple[str, ...]
-
-
-@dataclass(frozen=True)
-class WireBytes:
-    """Bytes that one device sends in one step, by kind of collective."""
-
-    all_gather_bytes: int = 0
-    reduce_scatter_bytes: int = 0
-    all_reduce_bytes: int = 0
-
-    @property
-    def total_bytes(self) -> int:
-        """All kinds together."""
-        return self.all_gather_bytes + self.reduce_scatter_bytes + self.all_reduce_bytes
-
-    def __add__(self, other: "WireBytes") -> "WireBytes":
-        """Kind by kind."""
-        return WireBytes(
-            self.all_gather_bytes + other.all_gather_bytes,
-            self.reduce_scatter_bytes + other.reduce_scatter_bytes,
-            self.all_reduce_bytes + other.all_reduce_bytes,
-        )
-
-
-@dataclass(frozen=True)
-class Traffic:
-    """Bytes that one device sends in one step, by the mesh axes of the ring.
-
-    Attributes:
-      by_axes: names of the axes that a ring runs over, the data axis first -> what is sent in it. A
-        ring over data and replicas is an entry of its own: it is as fast as its slowest link.
-    """
-
-    by_axes: Mapping[Axes, WireBytes] = field(default_factory=dict)
-
-    @property
-    def total(self) -> WireBytes:
-        """Over all axes, by kind."""
-        return sum(self.by_axes.values(), WireBytes())
-
-    @property
-    def total_bytes(self) -> int:
-        """Over all axes and kinds."""
-        return self.total.total_bytes
+Reduce = Literal["each", "once"]
+"""With microbatches, stages 2 and 3 reduce gradients in each, or their whole sum once a step."""
 
 
 def step_traffic(
@@ -110,7 +74,7 @@ def step_traffic(
       params_dtype: of parameters at rest, which is what is gathered.
       reduce_dtype: that gradients are reduced in.
       microbatches: forward and backward passes a step.
-      regather: at stage 3, "layer" gathers twice a microbatch and "keep" once.
+      regather: at stage 3, "layer" gathers twice a microbatch, "use" once, "keep" once a step.
       frozen: share of the parameters, 0 to 1, without gradient; gathered at stage 3 all the same.
 
     Returns:
@@ -130,10 +94,10 @@ def step_traffic(
     params_bytes, reduce_bytes = jnp.dtype(params_dtype).itemsize, jnp.dtype(reduce_dtype).itemsize
     parts = n if parsed.partitions_optimizer else 1  # at stage 1 of the sums, at 2 and 3 of each
     gathered = held if parsed.partitions_parameters else trained
-    return _sum(
+    return add_up(
         [
-            *_reduction(trained, reduce_bytes, parts, n, r, reductions, ("data",), ("replica",)),
-            *_gather(gathered, parts, params_bytes, gathers, ("data",)),
+            *reduction(trained, reduce_bytes, parts, n, r, reductions, ("data",), ("replica",)),
+            *gather(gathered, parts, params_bytes, gathers, ("data",)),
         ]
     )
 
@@ -141,53 +105,57 @@ def step_traffic(
 def from_layout(
     layout: Layout,
     *,
+    gather_dtype: DTypeLike | None = None,
     reduce_dtype: DTypeLike | None = None,
     microbatches: int = 1,
-    regather: Regather = "layer",
+    reduce: Reduce = "each",
+    regather: Regather | Callable[[str], Regather] = "layer",
     local_sums: bool = True,
 ) -> Traffic:
-    """Count what one device sends in one step, leaf by leaf.
+    """Count what one device sends in one step, leaf by leaf; exact for `zero_jax.make_train_step`.
 
-    Partitioned gradients are reduce-scattered, whole ones all-reduced, padding included. A leaf cut
+    Partitioned gradients are reduce-scattered, padding included, whole ones all-reduced. A leaf cut
     by a factor of N is gathered over that factor; at stage 3 its updated parameter comes from
-    another cut, counted as one more gather. Moments at rest as one flat array are gathered for the
-    update. Parameters that the optimizer does not train are gathered, averages are not.
+    another cut, counted as one more gather. Leaves at rest as one flat array (moments; at stage 3
+    parameters without a master copy) are whole in the update, and are gathered for it. Parameters
+    that the optimizer does not train are gathered, averages are not.
+
+    Not counted: the step's own sums of a few scalars (loss, weight, norm).
 
     Args:
       layout: from `zero_jax.layout_of`. Replica axes are its batch's, beside the data axis.
+      gather_dtype: that the loss of a stage 3 step reads parameters in; by default each in its own.
+        Updated parameters are gathered in their dtype at rest. Complex parameters keep their own.
       reduce_dtype: that gradients are reduced in; by default each in its parameter's dtype. Complex
         gradients keep their own.
-      microbatches, regather: as in `step_traffic`.
+      microbatches: as in `step_traffic`.
+      reduce: as in `zero_jax.make_train_step`.
+      regather: as in `step_traffic`, for all parameters or by path.
       local_sums: whether gradients that are whole are summed over microbatches before they are
         reduced. XLA's partitioner does not: left to it, each microbatch all-reduces them.
 
     Raises:
       TypeError, ValueError: an argument is not as described.
     """
-    gathers, reductions = _times(layout.stage, microbatches, regather)
-    data, n, sizes = (layout.axis,), layout.size, layout.mesh.shape
-    inside = data_axes(layout.mesh, layout.axis)
-    across = tuple(a for a in layout.batch_axes if a not in inside and sizes[a] > 1)
-    r = prod(sizes[a] for a in across)
+    rule = regather if callable(regather) else lambda path: regather
     apart = 1 if local_sums or layout.stage.partitions_gradients else microbatches
     sent: list[tuple[Axes, WireBytes]] = []
     trees = map(jax.tree.leaves, (layout.params, layout.grads, layout.updates))
     for rest, gradient, update in zip(*trees, strict=True):
         # at stage 1 a sum that is local goes straight to the optimizer's cut
-        as_kept = layout.stage.partitions_gradients or apart > 1
-        reduced = gradient if as_kept else update
-        width, wide = rest.leaf.dtype.itemsize, _reduce_width(rest.leaf.dtype, reduce_dtype)
-        elements, parts = _in_flight(reduced)
-        sent += apart * _reduction(elements, wide, parts, n, r, reductions, data, across)
-        sent += _gather(*_at_rest(rest), width, gathers, data)
+        early = layout.stage.partitions_gradients and reduce == "each"
+        reduced = gradient if early or apart > 1 else update
+        times = microbatches if early else 1
+        sent += apart * _reduced(reduced, layout, reduce_dtype, times)
         if _cut(update) != _cut(rest):
-            sent += _gather(*_in_flight(update), width, 1, data)
-    for moment in jax.tree.leaves(layout.opt_state):
-        if _in_flight(moment)[1] == 1:
-            sent += _gather(*_at_rest(moment), moment.leaf.dtype.itemsize, 1, data)
-    for frozen in _frozen(layout):
-        sent += _gather(*_at_rest(frozen), frozen.leaf.dtype.itemsize, gathers, data)
-    return _sum(sent)
+            sent += gather(*_in_flight(update), rest.leaf.dtype.itemsize, 1, (layout.axis,))
+    wanted = gather_dtype if layout.stage.partitions_parameters else None
+    for p in [*jax.tree.leaves(layout.params), *_frozen(layout)]:
+        times, _ = _times(layout.stage, microbatches, rule(p.leaf.path))
+        sent += gather(*_at_rest(p), _width(p.leaf.dtype, wanted), times, (layout.axis,))
+    for p in _joined_for_update(layout):
+        sent += gather(*_at_rest(p), p.leaf.dtype.itemsize, 1, (layout.axis,))
+    return add_up(sent)
 
 
 def _times(stage: Stage, microbatches: int, regather: Regather) -> tuple[int, int]:
@@ -195,44 +163,22 @@ def _times(stage: Stage, microbatches: int, regather: Regather) -> tuple[int, in
     m = whole_number("microbatches", microbatches)
     if regather not in get_args(Regather):
         raise ValueError(f"regather={regather!r}; expected one of {', '.join(get_args(Regather))}.")
-    gathers = m * (2 if regather == "layer" else 1) if stage.partitions_parameters else 1
+    gathers = {"layer": 2 * m, "use": m, "keep": 1}[regather] if stage.partitions_parameters else 1
     return gathers, m if stage.partitions_gradients else 1
 
 
-def _reduction(
-    elements: int, width: int, parts: int, n: int, r: int, times: int, data: Axes, across: Axes
+def _reduced(
+    gradient: Placement, layout: Layout, dtype: DTypeLike | None, times: int
 ) -> list[tuple[Axes, WireBytes]]:
-    """A gradient summed over n devices and r replicas; `parts` is n, or 1 for a whole one.
-
-    A whole gradient can be summed over microbatches where it is, and is reduced once.
-    """
-    if parts == 1:
-        axes = (data if n > 1 else ()) + (across if r > 1 else ())
-        return [(axes, WireBytes(all_reduce_bytes=2 * _ring_bytes(elements, width, n * r)))]
-    part = -(-elements // parts)
-    return [
-        (data, WireBytes(reduce_scatter_bytes=times * _ring_bytes(elements, width, parts))),
-        (across, WireBytes(all_reduce_bytes=2 * _ring_bytes(part, width, r))),
-    ]
-
-
-def _gather(
-    elements: int, parts: int, width: int, times: int, axes: Axes
-) -> list[tuple[Axes, WireBytes]]:
-    return [(axes, WireBytes(all_gather_bytes=times * _ring_bytes(elements, width, parts)))]
-
-
-def _ring_bytes(elements: int, width: int, devices: int) -> int:
-    """What one device sends of an array in a ring: every part but one, in devices - 1 turns."""
-    return (devices - 1) * -(-elements // devices) * width
-
-
-def _sum(sent: Iterable[tuple[Axes, WireBytes]]) -> Traffic:
-    by_axes: dict[Axes, WireBytes] = {}
-    for axes, wire in sent:
-        if wire.total_bytes:
-            by_axes[axes] = by_axes.get(axes, WireBytes()) + wire
-    return Traffic(by_axes)
+    """A gradient's sum over the data axis and the replicas; nothing for integers."""
+    if not jnp.issubdtype(gradient.leaf.dtype, jnp.inexact):
+        return []
+    sizes, inside = layout.mesh.shape, data_axes(layout.mesh, layout.axis)
+    across = tuple(a for a in layout.batch_axes if a not in inside and sizes[a] > 1)
+    r = prod(sizes[a] for a in across)
+    elements, parts = _in_flight(gradient)
+    width = _width(gradient.leaf.dtype, dtype)
+    return reduction(elements, width, parts, layout.size, r, times, (layout.axis,), across)
 
 
 def _at_rest(placement: Placement) -> tuple[int, int]:
@@ -249,17 +195,25 @@ def _in_flight(placement: Placement) -> tuple[int, int]:
     return _at_rest(placement)
 
 
+def _joined_for_update(layout: Layout) -> list[Placement]:
+    """What is cut at rest and whole in the update: moments, and parameters without a master."""
+    state: list[Placement] = jax.tree.leaves(layout.opt_state)
+    keys = [p.leaf.path.split("/") for p in state]
+    masters = {"/".join(k[k.index("master") + 1 :]) for k in keys if "master" in k}
+    alike = zip(jax.tree.leaves(layout.params), jax.tree.leaves(layout.updates), strict=True)
+    read = [p for p, u in alike if _cut(p) == _cut(u) and p.leaf.path not in masters]
+    return [p for p in [*state, *read] if p.partition.parts > 1 and _in_flight(p)[1] == 1]
+
+
 def _cut(placement: Placement) -> tuple[object, ...]:
     partition = placement.partition
     return partition.spec, partition.parts, partition.rest_shape
 
 
-def _reduce_width(dtype: Any, reduce_dtype: DTypeLike | None) -> int:
-    if not jnp.issubdtype(dtype, jnp.inexact):
-        return 0  # integers have no gradient
-    if reduce_dtype is None or jnp.issubdtype(dtype, jnp.complexfloating):
-        return dtype.itemsize
-    return jnp.dtype(reduce_dtype).itemsize
+def _width(dtype: Any, wanted: DTypeLike | None) -> int:
+    """Bytes of an element that crosses in the wanted dtype, if it is a real number."""
+    real = jnp.issubdtype(dtype, jnp.floating)
+    return jnp.dtype(wanted).itemsize if real and wanted is not None else dtype.itemsize
 
 
 def _frozen(layout: Layout) -> list[Placement]:

@@ -2,11 +2,13 @@
 
   model states      exact, leaf by leaf, from the layout (`memory.from_layout`)
   activations       the traced step's temporaries (`liveness`), with its margin
-  wire bytes        leaf by leaf, from the layout (`communication.from_layout`), and what tensor
-                    parallelism sums (`traced.Region.summed_bytes`)
+  wire bytes        of an explicit step counted where its collectives stand (`traced_traffic`), else
+                    leaf by leaf, from the layout (`communication.from_layout`); and what tensor
+                    parallelism sums (`operations.Region.summed_bytes`)
   seconds           at the accelerator's peak rates: matmuls of the traced step, or the transfers if
                     those take longer (all that can be hidden is), then the state read and written
-                    once by the update. A bound from below, not a promise
+                    once by the update. A bound from below, not a promise: a loop that prefetches
+                    (`scan_layers`) comes near it, a plain scan waits for more than that
 
 Compiled, the same program answers for itself (`compiler`).
 """
@@ -26,12 +28,13 @@ from ..placement import Placement
 from ..reporting.schedule import transfer_seconds
 from ..rules import match
 from ..shortfall import warn
-from . import communication, memory
+from . import communication, memory, traced_traffic
 from .compiler import Compiled, ask_compiler, lay_out
 from .liveness import MARGIN, MICROBATCH_MARGIN, temporaries_bytes
+from .operations import Region
 from .program import Choice, Program
 from .topology import Topology
-from .traced import Region, trace
+from .traced import trace
 
 Tree = Any
 
@@ -121,12 +124,7 @@ def forecast(
     beyond_bytes = temporaries + math.ceil(margin * walked_bytes)
     beyond_bytes += _gathered_leaf_bytes(layout, program.options) // 2
     grads_bytes = min(states.grads_bytes, beyond_bytes)
-    traffic = communication.from_layout(
-        layout,
-        microbatches=program.choice.microbatches,
-        regather="layer" if program.choice.remat else "keep",
-        local_sums=False,
-    )
+    traffic = _traffic(program, layout, region)
     rates, sent = topology.accelerator, traffic.total
     compute = region.matmul_flops / rates.matmul_flops
     transfer = _transfer_seconds(layout, traffic, region.summed_bytes, topology)
@@ -163,6 +161,17 @@ def verified(predicted: Forecast, program: Program, topology: Topology) -> Forec
         return replace(predicted, refusal=str(error).partition("\n")[0])
 
 
+def _traffic(program: Program, layout: Layout, region: Region) -> communication.Traffic:
+    if region.is_explicit:
+        return traced_traffic.from_region(region, layout)
+    return communication.from_layout(
+        layout,
+        microbatches=program.choice.microbatches,
+        regather="layer" if program.choice.remat else "use",
+        local_sums=False,
+    )
+
+
 def _transfer_seconds(
     layout: Layout, traffic: communication.Traffic, summed_bytes: int, topology: Topology
 ) -> float:
@@ -179,6 +188,8 @@ def _transfer_seconds(
 
 
 def _warn_of_what_is_not_seen(program: Program, layout: Layout, region: Region) -> None:
+    if region.is_explicit:
+        return  # what is gathered and reduced stands in the trace
     placements: list[Placement] = jax.tree.leaves(layout.params)
     is_cut = any(p.rest != p.gathered for p in placements)
     if layout.stage.partitions_parameters and is_cut and not region.gathers:

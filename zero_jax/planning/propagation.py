@@ -9,13 +9,15 @@ Dim by dim, first forward and then backward:
 
 This is a small part of what XLA's partitioner does (GSPMD, Xu et al., 2021, arXiv 2105.04663): as
 much as data-parallel steps and Megatron's cuts need. What is not followed counts whole, that is too
-much. Rows of the batch are not cut here: a step is traced with those of one device.
+much. Rows of the batch are not cut here: a step is traced with those of one device, or they are
+inside of a `shard_map`.
 """
 
 import math
 from collections.abc import Sequence
 
-from .traced import Operation, Region, Value, cut_of
+from .operations import Operation, Region, Value, carries
+from .traced import cut_of
 
 Cut = tuple[int, ...]
 
@@ -35,8 +37,7 @@ def propagate(region: Region) -> None:
         for value in op.inputs:
             uses.setdefault(value, []).append(_backward(op, value))
         for inner in op.regions:
-            if op.name != "shard_map":  # in its body shapes are those of one device already
-                _enter(op, inner)
+            _enter(op, inner)
             propagate(inner)
 
 
@@ -45,6 +46,8 @@ def _forward(op: Operation) -> list[Cut]:
     x = op.inputs[0] if op.inputs else None
     if op.name == "sharding_constraint":
         return [cut_of(op.outputs[0].shape, op.params["sharding"])]
+    if op.name in ("to_local", "to_global"):
+        return [_seen(op, op.inputs[0].cut, op.name == "to_local")]
     if op.name == "scan":
         return _through_scan(op)
     if op.name == "dot_general":
@@ -68,41 +71,33 @@ def _backward(op: Operation, value: Value) -> Cut:
     if not op.outputs:  # a callback
         return whole
     (y, *more) = op.outputs
+    if op.name in ("to_local", "to_global"):
+        return _seen(op, y.cut, op.name == "to_global")
     if op.name == "transpose":
         return tuple(y.cut[op.params["permutation"].index(d)] for d in range(len(value.shape)))
     if op.name in ("reshape", "squeeze", "expand_dims"):
         return _reshaped(y.shape, y.cut, value.shape)
     if op.name == "scan":
-        carries = _carries(op)
-        initial = op.inputs[carries[0]][: len(carries[1])]
+        start, carried = carries(op)
+        initial = op.inputs[start][: len(carried)]
         return op.outputs[initial.index(value)].cut if value in initial else whole
     if op.regions or more or op.name in ("dot_general", "conv_general_dilated"):
         return whole
     return y.cut if y.shape == value.shape else whole
 
 
+def _seen(op: Operation, cut: Cut, locally: bool) -> Cut:
+    """The same cut seen from the other side of a `shard_map`, whose own parts come off or on."""
+    pairs = zip(cut, op.params["parts"], strict=True)
+    return tuple(max(1, c // p) if locally else c * p for c, p in pairs)
+
+
 def _through_scan(op: Operation) -> list[Cut]:
     """A carry leaves as it came; what is stacked is cut only where its uses say so."""
-    start, carried = _carries(op)
+    start, carried = carries(op)
     initial = op.inputs[start][: len(carried)]
     stacked = op.outputs[len(carried) :]
     return [x.cut for x in initial] + [(1,) * len(y.shape) for y in stacked]
-
-
-def _carries(op: Operation) -> tuple[slice, list[Value]]:
-    """Where a scan's inputs have its carries, and the carries as they leave.
-
-    jax versions name the counts differently; the shapes tell: what is carried has the shape it has
-    in the body, what is scanned or stacked has one dim more.
-    """
-    (body,) = op.regions
-    pairs = list(zip(op.outputs, body.outputs, strict=True))
-    carried = [y for y, inner in pairs if len(y.shape) == len(inner.shape)]
-    scanned = sum(
-        len(x.shape) > len(inner.shape) for x, inner in zip(op.inputs, body.inputs, strict=True)
-    )
-    constants = len(op.inputs) - scanned - len(carried)
-    return slice(constants, constants + len(carried)), carried
 
 
 def _enter(op: Operation, body: Region) -> None:

@@ -1,16 +1,20 @@
 """A step as a list of operations, with the bytes that one device has of each value.
 
-`jax.make_jaxpr` traces the user's step without a compiler, in well under a second at any size. The
-step is traced with the rows of the batch that one device has, so that activations have their own
-size; parameters, gradients and optimizer state have their logical shapes, and `propagation` follows
-how they are cut.
+`jax.make_jaxpr` traces the user's step without a compiler, in well under a second at any size.
+Activations have the size that one device has of them, in one of two ways:
 
-Not here: which values need memory at the same time (`liveness`).
+  explicit    the batch goes into a `shard_map` that divides its rows (`zero_jax.make_train_step`).
+              Within, shapes are those of one device as they stand; what automatic axes divide
+              (tensor parallelism) `propagation` finds out, and all that is outside
+  otherwise   the step is traced with the rows that one device has. Parameters, gradients and
+              optimizer state have their logical shapes, and `propagation` follows how they are cut
+
+Not here: what an operation is and costs (`operations`); which values need memory at the same time
+(`liveness`).
 """
 
 import math
-from collections.abc import Callable, Iterable, Sequence, Set
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from typing import Any
 
 import jax
@@ -18,101 +22,9 @@ import numpy as np
 from jax.extend.core import Jaxpr, Literal
 from jax.sharding import NamedSharding, PartitionSpec
 
+from .operations import Operation, Region, Value, carries, collective_of
+
 Tree = Any
-
-
-@dataclass(eq=False)
-class Value:
-    """An array in the traced step.
-
-    Attributes:
-      shape, itemsize: logical shape; bytes of an element.
-      half: whether it is a 16-bit float.
-      cut: parts that each dim is cut into.
-      given: whether it exists outside of the region: an argument, a constant, a literal.
-    """
-
-    shape: tuple[int, ...]
-    itemsize: int
-    half: bool = False
-    cut: tuple[int, ...] = ()
-    given: bool = False
-
-    def __post_init__(self) -> None:
-        self.cut = self.cut or (1,) * len(self.shape)
-
-    @property
-    def bytes_per_device(self) -> int:
-        """Bytes that one device has of it; a dim that is cut unevenly is rounded up."""
-        local = (math.ceil(size / parts) for size, parts in zip(self.shape, self.cut, strict=True))
-        return math.prod(local) * self.itemsize
-
-    @property
-    def is_cut(self) -> bool:
-        """Whether a device has less than all of it."""
-        return any(parts > 1 for parts in self.cut)
-
-
-@dataclass(eq=False)
-class Operation:
-    """One equation. `regions` are the bodies of a loop or the branches of a conditional."""
-
-    name: str
-    params: dict[str, Any]
-    inputs: list[Value]
-    outputs: list[Value]
-    has_effects: bool
-    regions: list["Region"] = field(default_factory=list)
-
-
-@dataclass(eq=False)
-class Region:
-    """A straight line of operations; calls are inlined, loops and conditionals are not.
-
-    `wanted` says how what is around a body uses its outputs: cut so.
-    """
-
-    operations: list[Operation]
-    inputs: list[Value]
-    outputs: list[Value]
-    wanted: dict[Value, tuple[int, ...]] = field(default_factory=dict)
-
-    @property
-    def matmul_flops(self) -> int:
-        """Floating-point operations in its products on one device; a loop's times its length.
-
-        Convolutions count as the matmuls they are. Known after `propagation`.
-        """
-        return sum(_each(op, _flops) for op in self.operations)
-
-    @property
-    def gathers(self) -> bool:
-        """Whether a constraint makes something whole that was cut; known after propagation."""
-        return any(
-            (op.name == "sharding_constraint" and op.inputs[0].is_cut and not op.outputs[0].is_cut)
-            or any(inner.gathers for inner in op.regions)
-            for op in self.operations
-        )
-
-    @property
-    def trips_that_reduce(self) -> int:
-        """Trips of the longest loop that carries a sum which is cut; known after propagation.
-
-        What a loop shares (a recurrent network's weights) has its gradient summed in a carry; one
-        that is cut is reduced and scattered in every trip. Carries that a loop only hands on are
-        not sums.
-        """
-        trips = [_summing_trips(op) for op in self.operations]
-        inner = [region.trips_that_reduce for op in self.operations for region in op.regions]
-        return max([*trips, *inner], default=0)
-
-    @property
-    def summed_bytes(self) -> int:
-        """Bytes of partial results that one device all-reduces because a matmul summed over a cut.
-
-        This is what tensor parallelism sends: by a ring over the devices of the cut.
-        """
-        return sum(_each(op, _summed_bytes) for op in self.operations)
 
 
 def trace(step: Callable[..., Any], state: Tree, batch: Tree) -> Region:
@@ -123,16 +35,34 @@ def trace(step: Callable[..., Any], state: Tree, batch: Tree) -> Region:
       state: tree whose array leaves carry shardings: a state from `init_train_state`.
       batch: tree of arrays or `jax.ShapeDtypeStruct`s with shardings: from `shard_batch`.
     """
-    mine = jax.tree.map(_rows_of_one_device, batch)
-    closed = jax.make_jaxpr(step)(state, mine)
-    leaves = [*jax.tree.leaves(state), *jax.tree.leaves(mine)]
+    region = _traced(step, state, batch)
+    region.is_explicit = _maps_rows(region, len(jax.tree.leaves(batch)))
+    if not region.is_explicit:
+        region = _traced(step, state, jax.tree.map(_rows_of_one_device, batch))
+        _leave_rows(region, {row for row in map(_row_dim, jax.tree.leaves(batch)) if row})
+    return region
+
+
+def _traced(step: Callable[..., Any], state: Tree, batch: Tree) -> Region:
+    closed = jax.make_jaxpr(step)(state, batch)
+    leaves = [*jax.tree.leaves(state), *jax.tree.leaves(batch)]
     inputs = [
         _value(var.aval, cut=cut_of(np.shape(leaf), getattr(leaf, "sharding", None)))
         for var, leaf in zip(closed.jaxpr.invars, leaves, strict=True)
     ]
-    region = _region(closed, inputs)
-    _leave_rows(region, {row for row in map(_row_dim, jax.tree.leaves(batch)) if row})
-    return region
+    return _region(closed, inputs)
+
+
+def _maps_rows(region: Region, leaves: int) -> bool:
+    """Whether all that reads the batch, the last inputs, is a `shard_map` that cuts it as it lies.
+
+    A `shard_map` around a kernel within an annotated step reads activations.
+    """
+    rows = set(region.inputs[len(region.inputs) - leaves :])
+    readers = [op for op in region.operations if not rows.isdisjoint(op.inputs)]
+    return bool(readers) and all(
+        op.name == "to_local" and op.params["parts"] == op.inputs[0].cut for op in readers
+    )
 
 
 def _leave_rows(region: Region, rows: Set[tuple[int, Any]]) -> None:
@@ -169,9 +99,13 @@ def cut_of(shape: tuple[int, ...], sharding: Any) -> tuple[int, ...]:
     """Parts that each dim is cut into; () where the sharding names none."""
     if not isinstance(sharding, NamedSharding):
         return ()
-    entries = [*sharding.spec, *(None,) * (len(shape) - len(sharding.spec))]
+    return _parts(len(shape), sharding.spec, sharding.mesh.shape)
+
+
+def _parts(rank: int, spec: PartitionSpec, sizes: Mapping[str, int]) -> tuple[int, ...]:
+    entries = [*spec, *(None,) * (rank - len(spec))]
     names = [e if isinstance(e, tuple) else () if e is None else (e,) for e in entries]
-    return tuple(math.prod(sharding.mesh.shape[name] for name in axes) for axes in names)
+    return tuple(math.prod(sizes[name] for name in axes) for axes in names)
 
 
 def _value(aval: Any, cut: tuple[int, ...] = (), given: bool = True) -> Value:
@@ -184,12 +118,37 @@ def _region(jaxpr: Any, inputs: Sequence[Value]) -> Region:
     """The region of a jaxpr, open or closed, that nothing outside reads but through its outputs."""
     operations: list[Operation] = []
     outputs = _inline(jaxpr, list(inputs), operations, {})
-    needed, kept = set(outputs), []
+    return Region(_needed(operations, outputs)[0], list(inputs), outputs)
+
+
+def _needed(
+    operations: Sequence[Operation], wanted: Iterable[Value]
+) -> tuple[list[Operation], set[Value]]:
+    """The operations behind what is wanted or has effects, and all values that they read."""
+    needed, kept = set(wanted), []
     for op in reversed(operations):
         if op.has_effects or not needed.isdisjoint(op.outputs):
-            needed.update(op.inputs)
+            needed.update(_read_by(op, needed))
             kept.append(op)
-    return Region(kept[::-1], list(inputs), outputs)
+    return kept[::-1], needed
+
+
+def _read_by(op: Operation, needed: Set[Value]) -> list[Value]:
+    """What an operation reads; a scan drops what it carries for nobody."""
+    if op.name != "scan":
+        return op.inputs
+    (body,) = op.regions
+    starts, carried = carries(op)
+    loop = [*zip(body.inputs[starts], body.outputs[: len(carried)], strict=True)]
+    wanted = {y for outer, y in zip(op.outputs, body.outputs, strict=True) if outer in needed}
+    while True:
+        operations, read = _needed(body.operations, wanted)
+        again = {y for x, y in loop if x in read} - wanted
+        if not again:
+            break
+        wanted |= again
+    body.operations = operations
+    return [x for x, inner in zip(op.inputs, body.inputs, strict=True) if inner in read]
 
 
 def _inline(
@@ -207,14 +166,20 @@ def _inline(
         name, params, args = eqn.primitive.name, eqn.params, [*map(read, eqn.invars)]
         called = next((params[key] for key in _CALLS if key in params), None)
         same = (args[0], params["sharding"]) if name == "sharding_constraint" else None
-        if called is not None and name not in _LOOPS:
+        if name == "shard_map":
+            outputs = _inline_map(eqn, args, into, gathers)
+        elif called is not None and name not in _LOOPS:
             outputs = _inline(called, args, into, gathers)
+        elif name in _NOTHING:
+            outputs = args
         elif same in gathers:
             outputs = gathers[same]
         else:
             outputs = [_value(v.aval, given=False) for v in eqn.outvars]
-            op = Operation(name, params, args, outputs, bool(eqn.effects))
+            op = Operation(name, params, args, outputs, _has_effects(eqn))
             op.regions = [*_bodies(op)]
+            if collective_of(op):
+                op.params = {**params, **_ring(eqn)}
             into.append(op)
             gathers[same] = outputs
         gathers.pop(None, None)
@@ -223,7 +188,43 @@ def _inline(
 
 
 _CALLS = ("jaxpr", "call_jaxpr", "fun_jaxpr")
-_LOOPS = ("scan", "while", "cond", "shard_map")
+_LOOPS = ("scan", "while", "cond")
+_NOTHING = ("optimization_barrier", "stop_gradient", "pvary", "pcast")
+"""What orders events, which are in order here, or speaks to derivatives and types."""
+
+
+def _has_effects(eqn: Any) -> bool:
+    """Whether it matters even if nobody reads it; that it names an axis is an effect to jax."""
+    return any(type(effect).__name__ != "NamedAxisEffect" for effect in eqn.effects)
+
+
+def _inline_map(
+    eqn: Any, inputs: list[Value], into: list[Operation], gathers: dict[Any, list[Value]]
+) -> list[Value]:
+    """The body of a `shard_map` between changes of the view; see `Region`."""
+    body, sizes = eqn.params["jaxpr"], eqn.params["mesh"].shape
+    inner: Jaxpr = getattr(body, "jaxpr", body)
+
+    def seen(name: str, x: Value, aval: Any, spec: PartitionSpec) -> Value:
+        y, parts = _value(aval, given=x.given), _parts(len(x.shape), spec, sizes)
+        into.append(Operation(name, {"parts": parts}, [x], [y], False))
+        return y
+
+    def all_seen(name: str, values: list[Value], variables: Any, specs: Any) -> list[Value]:
+        triples = zip(values, variables, specs, strict=True)
+        return [seen(name, x, v.aval, spec) for x, v, spec in triples]
+
+    local = all_seen("to_local", inputs, inner.invars, eqn.params["in_specs"])
+    outputs = _inline(body, local, into, gathers)
+    return all_seen("to_global", outputs, eqn.outvars, eqn.params["out_specs"])
+
+
+def _ring(eqn: Any) -> dict[str, Any]:
+    """The axes of a collective and the number of devices; jax names the parameter in two ways."""
+    params, sizes = eqn.params, eqn.outvars[0].aval.sharding.mesh.shape
+    axes = params["axes"] if "axes" in params else params["axis_name"]
+    names = tuple(a for a in (axes if isinstance(axes, tuple) else (axes,)) if a in sizes)
+    return {"names": names, "devices": math.prod(sizes[a] for a in names)}
 
 
 def _bodies(op: Operation) -> Iterable[Region]:
@@ -240,52 +241,3 @@ def _bodies(op: Operation) -> Iterable[Region]:
     for jaxpr in jaxprs:
         inner = getattr(jaxpr, "jaxpr", jaxpr)
         yield _region(jaxpr, [_value(v.aval) for v in inner.invars[: len(args)]])
-
-
-def _summing_trips(op: Operation) -> int:
-    if op.name != "scan":
-        return 0
-    (body,) = op.regions
-    made = {y: o for o in body.operations for y in o.outputs}
-    for y, inner in zip(op.outputs, body.outputs, strict=True):
-        adds = inner in made and made[inner].name in ("add", "add_any")
-        if adds and y.is_cut and len(y.shape) == len(inner.shape):
-            return op.params["length"]
-    return 0
-
-
-def _each(op: Operation, count: Callable[[Operation], int]) -> int:
-    """A count over an operation and what it loops over; a `while` of unknown length runs once."""
-    inner = [sum(_each(o, count) for o in region.operations) for region in op.regions]
-    if op.name == "cond":
-        return max(inner)
-    if op.regions:
-        return sum(inner) * op.params.get("length", 1)
-    return count(op)
-
-
-def _flops(op: Operation) -> int:
-    """A multiplication and an addition for each term, by the cuts of the operands.
-
-    A result that is reduced and scattered afterwards is computed whole.
-    """
-    if op.name == "conv_general_dilated":
-        kernel, numbers = op.inputs[1], op.params["dimension_numbers"]
-        spread = math.prod(op.params["lhs_dilation"])  # zeros between the inputs are skipped
-        terms = math.prod(kernel.shape) // kernel.shape[numbers.rhs_spec[0]]
-        return 2 * math.prod(op.outputs[0].shape) * terms // spread
-    if op.name != "dot_general":
-        return 0
-    (_, contract), (_, batch) = op.params["dimension_numbers"]
-    a, b = (math.prod(s // c for s, c in zip(x.shape, x.cut, strict=True)) for x in op.inputs)
-    right = op.inputs[1]
-    inner = math.prod(right.shape[d] // right.cut[d] for d in (*contract, *batch))
-    return 2 * a * (b // max(1, inner))
-
-
-def _summed_bytes(op: Operation) -> int:
-    if op.name != "dot_general":
-        return 0
-    (contract, _), _ = op.params["dimension_numbers"]
-    parts = math.prod(op.inputs[0].cut[d] for d in contract)
-    return math.ceil(2 * (parts - 1) / parts * op.outputs[0].bytes_per_device)

@@ -40,7 +40,8 @@ if TYPE_CHECKING:
 
 NOTE = (
     "Bytes are those of one device; wire bytes are what it sends in a step, in all and by kind. "
-    "Predicted wire bytes are the paper's; a step is at least as long as given: peak bf16 rates, "
+    "Predicted wire bytes are those that a step writes down itself, as make_train_step does, and "
+    "the paper's for any other; a step is at least as long as given: peak bf16 rates, "
     "no latency."
 )
 
