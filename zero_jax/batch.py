@@ -16,7 +16,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from .anatomy import is_container
 from .layout import Layout
-from .mesh import data_axes
+from .mesh import spelled
 from .residence import path_of
 from .train_state import layout_of
 
@@ -76,11 +76,7 @@ def _spelled(axes: Sequence[str], layout: Layout) -> tuple[str, ...]:
     unknown = [name for name in names if name not in known]
     if unknown:
         raise ValueError(f"axes={axes!r}: the mesh has no axis {unknown[0]!r}, only {known}.")
-    return tuple(
-        a
-        for name in names
-        for a in (data_axes(layout.mesh, name) if name == layout.axis else (name,))
-    )
+    return spelled(names, layout.mesh, layout.axis)
 
 
 def _layout(state: Any) -> Layout:

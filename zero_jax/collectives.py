@@ -23,7 +23,7 @@ are whole along them.
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -32,6 +32,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from .mesh import axes_of_size, data_axes, is_explicit
 from .placement import Placement
+
+Combine = Literal["mean", "sum", "max", "min"]
+"""How values of several devices become one."""
 
 
 def constrain(x: jax.Array, sharding: NamedSharding) -> jax.Array:
@@ -76,13 +79,10 @@ def unpad(x: jax.Array, placement: Placement) -> jax.Array:
       Array of `placement.leaf.shape` under `placement.flight`.
     """
     partition, shape = placement.partition, placement.leaf.shape
-    if partition.form == "flat":
-        x = constrain(x, placement.flight)[: math.prod(shape)].reshape(shape)
-    elif x.shape != shape:
-        if is_explicit(placement.mesh):
-            x = constrain(x, placement.flight)  # types cannot say uneven: gather, then slice
-        x = jax.lax.slice(x, (0,) * x.ndim, shape)
-    return constrain(x, placement.flight)
+    # Explicit types cannot say uneven: gather, then slice.
+    if partition.form == "flat" or (x.shape != shape and is_explicit(placement.mesh)):
+        x = constrain(x, placement.flight)
+    return constrain(stripped(x, shape), placement.flight)
 
 
 def pad(x: jax.Array, placement: Placement) -> jax.Array:
@@ -90,10 +90,24 @@ def pad(x: jax.Array, placement: Placement) -> jax.Array:
     partition = placement.partition
     if partition.form == "flat":
         # otherwise the cut spreads to what computed it, whose results are then gathered again
-        x = constrain(x, placement.flight).reshape(-1)
-    if x.shape != partition.rest_shape:
-        x = jnp.pad(x, [(0, r - s) for r, s in zip(partition.rest_shape, x.shape, strict=True)])
-    return constrain(x, placement.rest)
+        x = constrain(x, placement.flight)
+    return constrain(filled(x, partition.rest_shape), placement.rest)
+
+
+def filled(x: jax.Array, rest_shape: tuple[int, ...]) -> jax.Array:
+    """A logical array in its shape at rest: flattened if that has one dim, zeros at the ends."""
+    if len(rest_shape) != x.ndim:
+        x = x.reshape(-1)
+    if x.shape == rest_shape:
+        return x
+    return jnp.pad(x, [(0, r - s) for r, s in zip(rest_shape, x.shape, strict=True)])
+
+
+def stripped(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """The logical array of `shape` in one at rest: the inverse of `filled`."""
+    if len(shape) != x.ndim:
+        return x[: math.prod(shape)].reshape(shape)
+    return x if x.shape == shape else jax.lax.slice(x, (0,) * x.ndim, shape)
 
 
 @dataclass(frozen=True)
@@ -126,11 +140,6 @@ class Cut:
         piece = list(self.rest_shape)
         piece[self.dim] //= self.parts
         return tuple(piece)
-
-    @property
-    def is_flat(self) -> bool:
-        """Whether the leaf is flattened."""
-        return self.dim is not None and len(self.rest_shape) != len(self.shape)
 
     def whole(self) -> "Cut":
         """The same leaf, not cut."""
@@ -192,12 +201,7 @@ def gather(piece: jax.Array, cut: Cut) -> jax.Array:
     """
     if cut.parts == 1:
         return piece
-    whole = _along_held(_all_gather, cut)(piece)
-    if cut.is_flat:
-        return whole[: math.prod(cut.shape)].reshape(cut.shape)
-    if whole.shape != cut.shape:
-        return jax.lax.slice(whole, (0,) * whole.ndim, cut.shape)
-    return whole
+    return stripped(_along_held(_all_gather, cut)(piece), cut.shape)
 
 
 def reduce_scatter(whole: jax.Array, cut: Cut) -> jax.Array:
@@ -211,17 +215,16 @@ def reduce_scatter(whole: jax.Array, cut: Cut) -> jax.Array:
     """
     if cut.dim is None:
         return whole
-    if cut.is_flat:
-        whole = whole.reshape(-1)
-    if whole.shape != cut.rest_shape:
-        widths = [(0, r - s) for r, s in zip(cut.rest_shape, whole.shape, strict=True)]
-        whole = jnp.pad(whole, widths)
-    return _along_held(_psum_scatter, cut)(whole)
+    return _along_held(_psum_scatter, cut)(filled(whole, cut.rest_shape))
 
 
-def all_reduce(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
-    """Sum over mesh axes, everywhere; inside `shard_map`. Without axes, `x` itself."""
-    return jax.lax.psum(x, axes) if axes else x
+def all_reduce(x: Any, axes: tuple[str, ...], by: Combine = "sum") -> Any:
+    """Join `x`, an array or a tree of them, over mesh axes; inside `shard_map`.
+
+    Without axes it is `x` itself.
+    """
+    join = {"sum": jax.lax.psum, "mean": jax.lax.pmean, "max": jax.lax.pmax, "min": jax.lax.pmin}
+    return join[by](x, axes) if axes else x
 
 
 def mean_over_batch(x: Any) -> Any:
@@ -234,8 +237,7 @@ def mean_over_batch(x: Any) -> Any:
     Args:
       x: an array of inexact dtype, or a tree of them: means over the rows at hand.
     """
-    axes = tuple(jax.sharding.get_abstract_mesh().manual_axes)
-    return jax.lax.pmean(x, axes) if axes else x
+    return all_reduce(x, tuple(jax.sharding.get_abstract_mesh().manual_axes), "mean")
 
 
 def _along_held(collective: Callable[[jax.Array, Cut], jax.Array], cut: Cut) -> Any:

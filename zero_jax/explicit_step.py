@@ -166,8 +166,6 @@ def _choose(keep: jax.Array, new: Any, old: Any) -> Any:
     """`new` where the step passes, else the old bits."""
     if new is old:
         return old
-    if jnp.issubdtype(old.dtype, jax.dtypes.prng_key):
-        return jax.lax.cond(keep, lambda: new, lambda: old)
     chosen = jnp.where(keep, new, old)
     return chosen if chosen.dtype == old.dtype else chosen.astype(old.dtype)  # weak types stay weak
 

@@ -58,11 +58,14 @@ def replace(state: Any, **fields: Any) -> Any:
     )
 
 
+def is_box(node: Any) -> bool:
+    """Whether `node` is a metadata box."""
+    return isinstance(node, meta.AxisMetadata)
+
+
 def box_specs(tree: Tree, mesh: Mesh) -> dict[str, tuple[object, ...]]:
     """Path -> prior spec of every metadata box in `tree`, axes the mesh lacks left out."""
-    boxed = jax.tree_util.tree_flatten_with_path(
-        tree, is_leaf=lambda x: isinstance(x, meta.AxisMetadata)
-    )[0]
+    boxed = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_box)[0]
     specs = {}
     for keys, box in boxed:
         if isinstance(box, nn.LogicallyPartitioned) and box.rules:

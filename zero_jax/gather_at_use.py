@@ -15,7 +15,6 @@ partition: a plain constraint would make the gradient whole too.
 Not here: collectives by name (`at_use`), prefetching the next layer (`layers`), NNX models at use.
 """
 
-import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -25,7 +24,8 @@ from flax import struct
 from flax.core import meta
 from jax.sharding import NamedSharding, PartitionSpec
 
-from .collectives import constrain
+from .collectives import constrain, stripped
+from .flax_linen import is_box
 from .placement import Placement
 from .train_state import layout_of
 
@@ -57,13 +57,13 @@ def gather_at_use(params: Params, state: Any) -> Params:
     Source: ZeRO, arXiv 1910.02054, section 5.3.
     """
     placements = layout_of(state).params
-    given, laid_out = (jax.tree.structure(tree, is_leaf=_is_box) for tree in (params, placements))
+    given, laid_out = (jax.tree.structure(tree, is_leaf=is_box) for tree in (params, placements))
     if given != laid_out:
         raise ValueError(
             f"params: they have the structure {given}; the state was laid out with {laid_out}. "
             "Pass the whole tree of parameters that the state holds."
         )
-    return jax.tree.map(_boxed, params, placements, is_leaf=_is_box)
+    return jax.tree.map(_boxed, params, placements, is_leaf=is_box)
 
 
 def gather_params(params: Params, state: Any) -> Params:
@@ -78,12 +78,8 @@ def gather_params(params: Params, state: Any) -> Params:
     """
     boxed = gather_at_use(params, state)
     return jax.tree.map(
-        lambda x: x.unbox() if isinstance(x, _GatheredAtUse) else x, boxed, is_leaf=_is_box
+        lambda x: x.unbox() if isinstance(x, _GatheredAtUse) else x, boxed, is_leaf=is_box
     )
-
-
-def _is_box(node: Any) -> bool:
-    return isinstance(node, meta.AxisMetadata)
 
 
 def _boxed(param: Any, placement: Any) -> Any:
@@ -118,9 +114,7 @@ class _GatheredAtUse(meta.AxisMetadata[Any], struct.PyTreeNode):
 
     def unbox(self) -> Any:
         whole: Any = _gather(self.value, self.gathered, self.partitioned)
-        if whole.ndim != len(self.shape):
-            return whole[: math.prod(self.shape)].reshape(self.shape)
-        return whole if whole.shape == self.shape else whole[tuple(map(slice, self.shape))]
+        return stripped(whole, self.shape)
 
     def replace_boxed(self, val: Any) -> Any:
         return self.replace(value=val)

@@ -9,23 +9,21 @@ Not here: what a device does (`local_gradients`), which collective a parameter t
 the loss reads it (`rehearsal`).
 """
 
-import math
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import PartitionSpec
 
 from .at_use import Wire
 from .collectives import constrain, unpad
-from .local_gradients import Axes, make_local_gradient
-from .mesh import data_axes, torus_mesh
+from .local_gradients import make_local_gradient
 from .rehearsal import rehearse
 from .residence import path_of
 from .step_options import StepOptions
 from .subject import Subject
-from .wires import wires_of
+from .wires import Axes, axes_of, wires_of
 
 Tree = Any
 _ALIKE = PartitionSpec()
@@ -69,33 +67,18 @@ def compute_gradients(
       ValueError: rows do not divide by devices and microbatches.
     """
     layout = subject.layout
-    mesh = torus_mesh(layout.mesh, layout.axis)
-    names = tuple(
-        a
-        for name in layout.batch_axes
-        for a in (data_axes(mesh, layout.axis) if name == layout.axis else (name,))
-    )
-    axes = Axes(names, math.prod(mesh.shape[a] for a in names))
-    _check_batch(batch, axes, mesh, options)
-    wires, trains = wires_of(subject, options, mesh, names), _trained(subject, options)
-    rows = jax.tree.map(lambda x: PartitionSpec(names) if x.ndim else _ALIKE, batch)
-    given = [_manual_entries(replace(p, mesh=mesh).rest.spec, names) for p in subject.placements]
-    arguments = given, _ALIKE, rows, _ALIKE
-
-    def on_devices(function: Any, in_specs: Any, out_specs: Any) -> Any:
-        return jax.shard_map(
-            function,
-            mesh=mesh,
-            in_specs=in_specs,
-            out_specs=out_specs,
-            axis_names=set(names),
-            check_vma=False,
-        )
-
-    readings = rehearse(subject, wires, trains, batch, key, mesh, axes, options)
+    axes = axes_of(layout)
+    _check_batch(batch, axes, options)
+    wires, trains = wires_of(subject, options, axes), _trained(subject, options)
+    readings = rehearse(subject, wires, trains, batch, key, axes, options)
     local = make_local_gradient(subject, wires, readings, trains, axes, options)
+    rows = jax.tree.map(lambda x: PartitionSpec(axes.batch) if x.ndim else _ALIKE, batch)
+    lie = [replace(p, mesh=axes.mesh).rest.spec for p in subject.placements]
+    come = [_manual_entries(spec, axes.batch) for spec in lie]
     leave = [_gradient_spec(w) for w, t in zip(wires, trains, strict=True) if t]
-    mapped = on_devices(local, (*arguments, _ALIKE), (leave, _ALIKE, _ALIKE, _ALIKE))
+    mapped = axes.on_devices(
+        local, (come, _ALIKE, rows, _ALIKE, _ALIKE), (leave, _ALIKE, _ALIKE, _ALIKE)
+    )
     reduced, carried, aux, sums = mapped(subject.values, subject.carried, batch, key, scale)
     full = _in_flight(reduced, subject, trains)
     norm = jnp.sqrt(sums["squared_norm"])
@@ -104,14 +87,14 @@ def compute_gradients(
     )
 
 
-def _check_batch(batch: Tree, axes: Axes, mesh: Mesh, options: StepOptions) -> None:
+def _check_batch(batch: Tree, axes: Axes, options: StepOptions) -> None:
     """Whether every device and microbatch gets as many rows as the others.
 
     Raises:
       ValueError: naming the leaf and both numbers.
     """
     m = options.microbatches
-    over = " x ".join(f"{a}={mesh.shape[a]}" for a in axes.batch)
+    over = " x ".join(f"{a}={axes.mesh.shape[a]}" for a in axes.batch)
     for keys, leaf in jax.tree_util.tree_leaves_with_path(batch):
         rows = leaf.shape[0] if leaf.ndim else axes.size * m
         if rows % axes.size:

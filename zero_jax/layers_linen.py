@@ -24,6 +24,7 @@ import jax
 from flax.core import meta
 
 from .at_use import Partitioned
+from .flax_linen import is_box
 from .layers import scan_layers
 
 
@@ -50,7 +51,7 @@ class ScanLayers(nn.Module):
         block = self.block(parent=None)
         if self.is_initializing():
             self._draw(block, x, broadcast)
-        params = jax.tree.map(_unboxed, dict(self.variables["params"]), is_leaf=_is_box)
+        params = jax.tree.map(_unboxed, dict(self.variables["params"]), is_leaf=is_box)
         streams = [name for name in self.rngs if self.has_rng(name)]
         keys = {name: self.make_rng(name) for name in streams}
         return scan_layers(
@@ -92,10 +93,6 @@ def _apply(block: nn.Module, streams: tuple[str, ...]) -> Callable[..., Any]:
         return block.apply({"params": params}, x, *broadcast, rngs=rngs)
 
     return layer
-
-
-def _is_box(node: Any) -> bool:
-    return isinstance(node, meta.AxisMetadata)
 
 
 def _unboxed(node: Any) -> Any:

@@ -19,32 +19,20 @@ nothing.
 Not here: what the loss is (`subject`), the view from outside (`gradients`).
 """
 
-from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from .at_use import Partitioned, Wire
-from .collectives import all_reduce
+from .collectives import Combine, all_reduce
 from .readings import Reading
 from .residence import path_of
 from .step_options import StepOptions
 from .subject import Device, Subject
+from .wires import Axes
 
 Tree = Any
-
-
-@dataclass(frozen=True)
-class Axes:
-    """The mesh axes of a step.
-
-    Attributes:
-      batch: those that the batch is split over, with their sizes' product `size`.
-    """
-
-    batch: tuple[str, ...]
-    size: int
 
 
 def make_local_gradient(
@@ -241,11 +229,10 @@ def _rules(tree: Any, named: Any) -> Any:
 
 def _combine(tree: Any, rules: Any, axes: Axes) -> Any:
     """Values of all devices joined; integers and keys are alike everywhere, and stay."""
-    join = {"sum": jax.lax.psum, "mean": jax.lax.pmean, "max": jax.lax.pmax, "min": jax.lax.pmin}
 
-    def combine(x: Any, rule: str) -> Any:
+    def combine(x: Any, rule: Combine) -> Any:
         number = jnp.issubdtype(x.dtype, jnp.inexact)
-        return join[rule](x, axes.batch) if number or rule in ("sum", "max", "min") else x
+        return all_reduce(x, axes.batch, rule) if number or rule != "mean" else x
 
     return jax.tree.map(combine, jax.tree.map(jnp.asarray, tree), rules)
 

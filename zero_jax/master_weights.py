@@ -63,6 +63,12 @@ def add_master(params: Tree, inner: Any, precision: Precision, *, of: Tree | Non
     )
 
 
+def master_leaves(state: MasterWeights) -> list[jax.Array | None]:
+    """The master copy of each parameter, None where it has none."""
+    nodes = jax.tree.leaves(state.master, is_leaf=lambda x: isinstance(x, optax.MaskedNode))
+    return [None if isinstance(m, optax.MaskedNode) else m for m in nodes]
+
+
 def update_with_master(
     tx: optax.GradientTransformation,
     layout: Layout,
@@ -72,13 +78,10 @@ def update_with_master(
     params: Tree,
     extra: dict[str, Any],
 ) -> tuple[Tree, MasterWeights]:
-    def is_masked(x: Any) -> bool:
-        return isinstance(x, optax.MaskedNode)
-
     structure = jax.tree.structure(params)
     old_leaves = structure.flatten_up_to(old)
-    masters = jax.tree.leaves(state.master, is_leaf=is_masked)
-    weights = [p if is_masked(m) else m for m, p in zip(masters, old_leaves, strict=True)]
+    masters = master_leaves(state)
+    weights = [p if m is None else m for m, p in zip(masters, old_leaves, strict=True)]
     grads = jax.tree.map(lambda g, w: g.astype(w.dtype), grads, structure.unflatten(weights))
     deltas, inner = tx.update(grads, state.inner, structure.unflatten(weights), **extra)
     moved = optax.apply_updates(structure.unflatten(weights), deltas)
@@ -95,9 +98,9 @@ def update_with_master(
         strict=True,
     )
     for master, p_part, new, delta, p, part, rest in leaves:
-        if is_masked(master):
+        if master is None:
             updates.append(constrain(constrain(delta, part.flight), rest.rest))
-            kept.append(master)
+            kept.append(optax.MaskedNode())
             continue
         target = round_to(constrain(new, part.flight), p.dtype)
         gathered = constrain(target.astype(p.dtype), rest.rest)  # the wire carries p.dtype

@@ -132,6 +132,11 @@ def data_axes(mesh: Mesh, axis: str) -> tuple[str, ...]:
     return tuple(a for a in mesh.axis_names if a.startswith(prefix) and a[len(prefix) :].isdigit())
 
 
+def spelled(names: Sequence[str], mesh: Mesh, axis: str) -> tuple[str, ...]:
+    """Names of axes as `mesh` has them: a data axis that is split is several."""
+    return tuple(a for name in names for a in (data_axes(mesh, name) if name == axis else (name,)))
+
+
 def axes_of_size(mesh: Mesh, axes: tuple[str, ...], parts: int) -> tuple[str, ...]:
     """The first of `axes` whose sizes multiply to `parts`, taking each that still divides."""
     taken, left = [], parts

@@ -65,14 +65,19 @@ def check_options(
             f"precision={precision!r} is a {type(precision).__name__}; expected a "
             "zero_jax.Precision, such as Precision.bf16()."
         )
-    if executor not in get_args(Executor):
-        raise ValueError(
-            f"executor={executor!r}; expected one of {', '.join(map(repr, get_args(Executor)))}."
-        )
+    check_choice("executor", executor, Executor)
     resolved = resolve_mesh(mesh if mesh is not None else _found_mesh(state, axis), axis)
     return Options(
         parsed, resolved, axis, min_size, precision or Precision(), rules or {}, executor
     )
+
+
+def check_choice(name: str, value: Any, choices: Any) -> None:
+    """Raise a ValueError if `value` is none of the strings of a `Literal`."""
+    if not isinstance(value, str) or value not in get_args(choices):
+        raise ValueError(
+            f"{name}={value!r}; expected one of {', '.join(map(repr, get_args(choices)))}."
+        )
 
 
 def _found_mesh(state: Any, axis: str) -> Mesh | None:

@@ -15,14 +15,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import PartitionSpec
 
 from .at_use import Partitioned, Wire
-from .local_gradients import Axes
 from .readings import Reading, find_readings, same_events
 from .shortfall import warn, warn_of_readings
 from .step_options import StepOptions
 from .subject import Device, Subject
+from .wires import Axes
 
 Tree = Any
 _OUTSIDE = "the loss computes with it outside of any module"
@@ -35,7 +35,6 @@ def rehearse(
     trains: list[bool],
     batch: Tree,
     key: Any,
-    mesh: Mesh,
     axes: Axes,
     options: StepOptions,
 ) -> list[Reading]:
@@ -48,7 +47,7 @@ def rehearse(
       subject: the opened state.
       wires, trains: one for each of `subject.values`.
       batch, key: of the step, whole.
-      mesh, axes: of `shard_map`.
+      axes: of the step.
       options: of the step.
 
     Raises:
@@ -70,14 +69,7 @@ def rehearse(
         def on_device(leaves: list[Any], carried: Tree, batch: Tree, key: Any) -> Any:
             return subject.call(leaves, carried, batch, key, Device(lambda k: k, axes.batch))
 
-        mapped = jax.shard_map(
-            on_device,
-            mesh=mesh,
-            in_specs=PartitionSpec(),
-            out_specs=PartitionSpec(),
-            axis_names=set(axes.batch),
-            check_vma=False,
-        )
+        mapped = axes.on_devices(on_device, PartitionSpec(), PartitionSpec())
         return jax.make_jaxpr(mapped)(leaves, *given)
 
     wires = [w.gathered() if options.regather == "keep" else w for w in wires]

@@ -20,6 +20,7 @@ from flax.training.dynamic_scale import DynamicScale
 from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding
 
+from .collectives import filled, stripped
 from .placement import Leaf, Placement, without_axis
 
 Tree = Any
@@ -114,13 +115,7 @@ def place(leaf: Any, placement: Placement) -> Any:
     """
     if isinstance(leaf, jax.ShapeDtypeStruct):
         return abstract(placement)
-    rest_shape = placement.partition.rest_shape
-    array = strengthen(jnp.asarray(leaf), placement)
-    if placement.partition.form == "flat":
-        array = array.reshape(-1)
-    if array.shape != rest_shape:
-        widths = [(0, r - s) for r, s in zip(rest_shape, array.shape, strict=True)]
-        array = jnp.pad(array, widths)
+    array = filled(strengthen(jnp.asarray(leaf), placement), placement.partition.rest_shape)
     return jax.device_put(jnp.copy(array), placement.rest)
 
 
@@ -146,11 +141,7 @@ def gather(leaf: Any, placement: Placement) -> Any:
         return jax.ShapeDtypeStruct(
             placement.leaf.shape, leaf.dtype, sharding=target, weak_type=leaf.weak_type
         )
-    array = jax.device_put(jnp.copy(leaf), target)
-    shape = placement.leaf.shape
-    if placement.partition.form == "flat":
-        return array[: int(np.prod(shape))].reshape(shape)
-    return array[tuple(slice(0, s) for s in shape)] if array.shape != shape else array
+    return stripped(jax.device_put(jnp.copy(leaf), target), placement.leaf.shape)
 
 
 def is_compile_only(mesh: Mesh) -> bool:

@@ -3,13 +3,15 @@
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, get_args
+from typing import Any, Literal
+
+from .collectives import Combine
+from .options import check_choice
 
 Reduce = Literal["each", "once"]
 Regather = Literal["layer", "keep"]
 NonFinite = Literal["raise", "skip", "pass"]
 Statistics = Literal["global", "local"]
-Combine = Literal["mean", "sum", "max", "min"]
 TakesRng = Literal["yes", "if given", "no"]
 Collection = Literal["mean", "sum", "max", "min", "read"]
 
@@ -34,10 +36,10 @@ class StepOptions:
 
     def __post_init__(self) -> None:
         _whole("microbatches", self.microbatches)
-        _one_of("reduce", self.reduce, Reduce)
-        _one_of("regather", self.regather, Regather)
-        _one_of("nonfinite", self.nonfinite, NonFinite)
-        _one_of("statistics", self.statistics, Statistics)
+        check_choice("reduce", self.reduce, Reduce)
+        check_choice("regather", self.regather, Regather)
+        check_choice("nonfinite", self.nonfinite, NonFinite)
+        check_choice("statistics", self.statistics, Statistics)
         for name in ("transform_grads", "after_update"):
             if not (getattr(self, name) is None or callable(getattr(self, name))):
                 raise TypeError(f"{name}={getattr(self, name)!r}; expected a function, or None.")
@@ -45,9 +47,9 @@ class StepOptions:
             if not isinstance(getattr(self, name), Mapping):
                 raise TypeError(f"{name}={getattr(self, name)!r}; expected a dict: name -> rule.")
         for name, rule in self.collections.items():
-            _one_of(f"collections[{name!r}]", rule, Collection)
+            check_choice(f"collections[{name!r}]", rule, Collection)
         for name, rule in self.aux.items():
-            _one_of(f"aux[{name!r}]", rule, Combine)
+            check_choice(f"aux[{name!r}]", rule, Combine)
         if self.aux and not self.has_aux:
             raise ValueError("aux: it names values that the loss returns; pass has_aux=True.")
         clip = self.clip_norm
@@ -60,10 +62,3 @@ def _whole(name: str, value: Any) -> None:
         raise TypeError(f"{name}={value!r} is a {type(value).__name__}; expected a whole number.")
     if value < 1:
         raise ValueError(f"{name}={value}; expected 1 or more.")
-
-
-def _one_of(name: str, value: Any, choices: Any) -> None:
-    if not isinstance(value, str) or value not in get_args(choices):
-        raise ValueError(
-            f"{name}={value!r}; expected one of {', '.join(map(repr, get_args(choices)))}."
-        )

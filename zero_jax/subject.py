@@ -92,14 +92,14 @@ def _open_linen(
     state: Any, anatomy: Anatomy, layout: Layout, loss_fn: Any, options: StepOptions
 ) -> Subject:
     _warn_of_own_update(state, options)
-    params, structure = jax.tree.flatten(anatomy.params, is_leaf=_is_box)
+    params, structure = jax.tree.flatten(anatomy.params, is_leaf=flax_linen.is_box)
     for name in options.collections:
         if flax_linen.get(state, name) is None:
             raise ValueError(f"collections: the state has no field {name!r}.")
     fields = {name: flax_linen.get(state, name) for name in options.collections}
     read = {n: f for n, f in fields.items() if options.collections[n] == "read"}
     carried = {n: f for n, f in fields.items() if n not in read}
-    read_leaves, read_structure = jax.tree.flatten(read, is_leaf=_is_box)
+    read_leaves, read_structure = jax.tree.flatten(read, is_leaf=flax_linen.is_box)
     read_where = {n: flax_linen.get(layout.other, n) for n in read}
 
     def call(leaves: list[Any], carried: Tree, batch: Tree, key: Any, device: Device) -> Any:
@@ -235,10 +235,6 @@ def _take(aux: Any, carried: Tree) -> tuple[Tree, Any]:
     return {name: aux[name] for name in carried}, rest
 
 
-def _is_box(node: Any) -> bool:
-    return isinstance(node, meta.AxisMetadata)
-
-
 def _synchronised(axes: tuple[str, ...], options: StepOptions) -> Any:
     """A context in which linen's BatchNorm takes its statistics over the whole batch.
 
@@ -262,7 +258,8 @@ def _synchronised(axes: tuple[str, ...], options: StepOptions) -> Any:
 
 def _synchronise(model: nnx.Module, axes: tuple[str, ...], options: StepOptions) -> None:
     """The same for an NNX model that was made in this trace."""
+    if options.statistics == "local":
+        return
     for _, module in nnx.iter_modules(model):
         if isinstance(module, nnx.BatchNorm) and module.axis_name is None:
-            own = None if options.statistics == "local" else axes
-            module.axis_name = own  # pyright: ignore[reportAttributeAccessIssue]
+            module.axis_name = axes  # pyright: ignore[reportAttributeAccessIssue]

@@ -23,12 +23,12 @@ from jax.core import Tracer
 
 from . import flax_nnx
 from .anatomy import optimizer_of
+from .collectives import Combine
 from .compiler_options import compiler_options
 from .explicit_step import Metrics, explicit_step
 from .faults import Watch
 from .step_options import (
     Collection,
-    Combine,
     NonFinite,
     Reduce,
     Regather,

@@ -17,7 +17,7 @@ import optax
 
 from .collectives import constrain, pad, unpad
 from .extended_state import split_scale
-from .master_weights import MasterWeights
+from .master_weights import MasterWeights, master_leaves
 from .optimizer import PartitionedOptimizer
 from .placement import Placement
 from .precision import round_to
@@ -58,44 +58,28 @@ def apply_update(
     state = [unpad(x, p) for x, p in zip(jax.tree.leaves(opt_state), places, strict=True)]
     state = shape_of_state.unflatten(state)
     old = [constrain(unpad(x, r), p.flight) for x, r, p in zip(leaves, rests, parts, strict=True)]
-    masters = _masters(state, len(leaves))
+    has_masters = isinstance(state, MasterWeights)
+    masters = master_leaves(state) if has_masters else [None] * len(leaves)
     weights = [o if m is None else m for o, m in zip(old, masters, strict=True)]
     gradients = [g.astype(w.dtype) for g, w in zip(gradients, weights, strict=True)]
-    inner = state.inner if isinstance(state, MasterWeights) else state
+    inner = state.inner if has_masters else state
     deltas, moved_inner = tx.update_inner(
         structure.unflatten(gradients), inner, structure.unflatten(weights), {"value": loss}
     )
     moved = jax.tree.leaves(optax.apply_updates(structure.unflatten(weights), deltas))
     moved = [w if stays else m for w, m, stays in zip(weights, moved, frozen, strict=True)]
     moved = [jnp.where(keep, m, w) for m, w in zip(moved, weights, strict=True)]
-    moved_inner = jax.tree.map(lambda new, was: _where(keep, new, was), moved_inner, inner)
+    moved_inner = jax.tree.map(lambda new, was: jnp.where(keep, new, was), moved_inner, inner)
     new = [
         x if stays else _to_rest(m, x.dtype, rest, part)
         for x, m, stays, rest, part in zip(leaves, moved, frozen, rests, parts, strict=True)
     ]
-    if isinstance(state, MasterWeights):
+    if has_masters:
         kept = iter([m for m, master in zip(moved, masters, strict=True) if master is not None])
         moved_inner = MasterWeights(jax.tree.map(lambda _: next(kept), state.master), moved_inner)
     after = jax.tree.leaves(moved_inner)
     at_rest = [pad(jnp.asarray(x), p) for x, p in zip(after, places, strict=True)]
     return structure.unflatten(new), jax.tree.structure(moved_inner).unflatten(at_rest)
-
-
-def _masters(state: Any, count: int) -> list[jax.Array | None]:
-    """The master copy of each parameter, None where it has none."""
-    if not isinstance(state, MasterWeights):
-        return [None] * count
-    nodes = jax.tree.leaves(state.master, is_leaf=lambda x: isinstance(x, optax.MaskedNode))
-    return [None if isinstance(m, optax.MaskedNode) else m for m in nodes]
-
-
-def _where(keep: jax.Array, new: jax.Array, old: jax.Array) -> jax.Array:
-    if jnp.issubdtype(old.dtype, jax.dtypes.prng_key):
-        return jax.random.wrap_key_data(
-            jnp.where(keep, jax.random.key_data(new), jax.random.key_data(old)),
-            impl=jax.random.key_impl(old),
-        )
-    return jnp.where(keep, new, old)
 
 
 def _to_rest(moved: jax.Array, dtype: Any, rest: Placement, part: Placement) -> jax.Array:

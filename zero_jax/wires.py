@@ -10,7 +10,7 @@ Sums over replica axes follow the scatter; with microbatches they wait for the l
 gradients are those of stage 0 and of leaves that no dim cuts (the layout names them).
 """
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
@@ -21,22 +21,55 @@ from jax.sharding import Mesh
 from .at_use import Wire
 from .collectives import Cut, cut_of
 from .layout import Layout
+from .mesh import spelled, torus_mesh
 from .placement import Placement
 from .precision import Precision
 from .step_options import StepOptions
 from .subject import Subject
 
 
-def wires_of(
-    subject: Subject, options: StepOptions, mesh: Mesh, axes: tuple[str, ...]
-) -> list[Wire]:
+@dataclass(frozen=True)
+class Axes:
+    """The mesh axes of a step.
+
+    Attributes:
+      mesh: the mesh of `shard_map`: the layout's, its data axis perhaps split.
+      batch: its axes that the batch is split over; the manual ones.
+    """
+
+    mesh: Mesh
+    batch: tuple[str, ...]
+
+    @property
+    def size(self) -> int:
+        """Number of devices that the batch is split over."""
+        return prod(self.mesh.shape[a] for a in self.batch)
+
+    def on_devices(self, function: Any, in_specs: Any, out_specs: Any) -> Any:
+        """`function`, run on every device on its pieces."""
+        return jax.shard_map(
+            function,
+            mesh=self.mesh,
+            in_specs=in_specs,
+            out_specs=out_specs,
+            axis_names=set(self.batch),
+            check_vma=False,
+        )
+
+
+def axes_of(layout: Layout) -> Axes:
+    """The axes of a step on a state of this layout."""
+    mesh = torus_mesh(layout.mesh, layout.axis)
+    return Axes(mesh, spelled(layout.batch_axes, mesh, layout.axis))
+
+
+def wires_of(subject: Subject, options: StepOptions, axes: Axes) -> list[Wire]:
     """One wire for each of the subject's values.
 
     Args:
       subject: the opened state.
       options: of the step.
-      mesh: the mesh of `shard_map`: the layout's, its data axis perhaps split.
-      axes: its axes that the batch is split over; the manual ones.
+      axes: of the step.
     """
     layout, precision = subject.layout, subject.tx.precision
     stage, many = layout.stage, options.microbatches > 1
@@ -44,9 +77,9 @@ def wires_of(
     updates = [*jax.tree.leaves(layout.updates), *subject.placements[subject.trained :]]
     wires = []
     for pair in zip(subject.placements, updates, strict=True):
-        rest, update = (replace(placement, mesh=mesh) for placement in pair)
+        rest, update = (replace(placement, mesh=axes.mesh) for placement in pair)
         grad = gradient_cut(update) if stage.partitions_optimizer else cut_of(update).whole()
-        others = tuple(a for a in axes if a not in grad.axes)
+        others = tuple(a for a in axes.batch if a not in grad.axes)
         wires.append(
             Wire(
                 path=rest.leaf.path,
