@@ -34,7 +34,7 @@ import zero_jax
 
 def make_create(cfg: LanguageModelRun, model: GPT) -> Callable[[jax.Array], TrainState]:
     """Make `create(key)`, which builds the whole training state, as without ZeRO."""
-    tx = make_optimizer(cfg.optimizer, cfg.run.steps)
+    tx = make_optimizer(cfg)
 
     def create(key: jax.Array) -> TrainState:
         tokens = jnp.zeros((1, cfg.model.sequence_length), jnp.int32)

@@ -34,7 +34,9 @@ def loss_fn(model: GPT, batch: Batch) -> jax.Array:
 def make_step(cfg: LanguageModelRun) -> Callable[[tuple[GPT, nnx.Optimizer], Batch], jax.Array]:
     """Make one optimizer step, which updates model and optimizer and returns the loss."""
     if cfg.step.executor == "explicit":
-        step = zero_jax.make_train_step(loss_fn, microbatches=cfg.step.microbatches)
+        step = zero_jax.make_train_step(
+            loss_fn, microbatches=cfg.step.microbatches, clip_norm=cfg.optimizer.clip_norm
+        )
         return lambda state, batch: step(state, batch)[1].loss
 
     @nnx.jit(donate_argnums=(0, 1))
@@ -55,7 +57,7 @@ def main(arguments: Arguments) -> None:
         raise SystemExit("zero.model_parallel: this model names no dims to cut; expected 1.")
     make_virtual_devices()
     corpus = load_corpus(cfg.data, cfg.model.sequence_length)
-    tx = make_optimizer(cfg.optimizer, cfg.run.steps)
+    tx = make_optimizer(cfg)
 
     def create(key: jax.Array) -> tuple[GPT, nnx.Optimizer]:
         model = GPT(cfg.model, nnx.Rngs(key), prefetch=cfg.step.layer_loop == "prefetch")

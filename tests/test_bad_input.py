@@ -203,4 +203,4 @@ def test_a_boxed_axis_that_the_mesh_lacks_holds_nothing():
     boxed = TrainState.create(apply_fn=None, params=params, tx=optax.adam(1e-3))
     with pytest.warns(zero_jax.ZeroWarning, match="params/Dense_0/kernel is boxed for .*'model'"):
         laid_out = zero_jax.shard_train_state(boxed, 1)
-    assert laid_out.opt_state[0].mu["Dense_0"]["kernel"].value.sharding.spec == P(None, "data")
+    assert laid_out.opt_state[0].mu["Dense_0"]["kernel"].value.sharding.spec == P("data")

@@ -13,16 +13,20 @@ import zero_jax
 
 PACKAGE = Path(zero_jax.__file__).parent
 FLOORS = [
-    {"stage", "mesh", "partition", "rules", "loss_scale", "precision"}
+    {"stage", "mesh", "partition", "rules", "loss_scale", "precision", "memories"}
+    | {"offload_policy", "remat"}
     | {"compiler_options", "reporting.tables"},
     {"placement", "cuts", "layout", "shortfall", "collectives", "master_weights"}
-    | {"extended_state", "optimizer", "at_use", "readings"}
-    | {"layers", "layer_loop", "layer_forward", "layer_backward", "layer_derivative"},
+    | {"offload.dataflow", "offload.boxes", "offload.grouping", "offload.streams"}
+    | {"extended_state", "optimizer", "array_like", "at_use", "readings"}
+    | {"layers", "layer_loop", "layer_store", "layer_forward", "layer_backward"}
+    | {"layer_derivative"},
     {"residence"},
     {"flax_linen", "flax_nnx", "options", "anatomy", "train_state", "batch", "gather_at_use"}
-    | {"at_use_nnx", "layers_linen", "layers_nnx"},
+    | {"at_use_nnx", "layers_linen", "layers_nnx", "offload.described"},
     {"step_options", "faults", "subject", "wires", "local_gradients", "gradients", "update"}
-    | {"rehearsal", "explicit_step", "train_step"},
+    | {"joining", "subject_linen", "subject_nnx", "alike", "rehearsal", "explicit_step"}
+    | {"train_step"},
     {
         *(
             "reporting." + room

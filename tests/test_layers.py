@@ -6,12 +6,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from zero_jax.at_use import Partitioned, Wire
 from zero_jax.collectives import Cut
 from zero_jax.layers import scan_layers
+from zero_jax.layers_nnx import scan_layers_nnx
 from zero_jax.reporting.hlo import audit, collectives
 
 DEVICES, WIDTH, HIDDEN, ROWS = 8, 16, 24, 16
@@ -329,5 +331,10 @@ def test_a_stack_that_is_none_is_told(stacked, letter):
 
 @pytest.mark.parametrize("every", [0, 1.5, "root"])
 def test_a_number_of_layers_that_is_none_is_told(every):
-    with pytest.raises(ValueError, match="checkpoint_every is"):
+    with pytest.raises(ValueError, match=f"every={every!r}; a number of layers"):
         scan_layers(lambda w, x: x, make_stack(2), X, checkpoint_every=every)
+
+
+def test_an_nnx_stack_without_parameters_is_told():
+    with pytest.raises(ValueError, match="stack: the Dropout has no parameters, so it has no num"):
+        scan_layers_nnx(nnx.Dropout(0.0), X)

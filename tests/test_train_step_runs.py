@@ -6,6 +6,8 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from flax.training.dynamic_scale import DynamicScale
+from flax.training.train_state import TrainState
 from laws.step_subjects import mesh_of
 from step_net import COMPILED, RULES, N, X, create, loss_fn, make, one_step, placed, start
 
@@ -146,3 +148,42 @@ def test_a_step_of_mean_loss_counts_its_parts():
     _, metrics = one_step(0, microbatches=2)
     assert float(metrics.weight) == N * 2
     assert float(metrics.loss_scale) == 1 and metrics.aux == {}
+
+
+class Scaled(TrainState):
+    """As Flax's own examples have it for fp16."""
+
+    dynamic_scale: DynamicScale | None
+
+
+def test_the_loss_scale_of_flax_is_not_used():
+    """Which is said, with what to do; not of a state that has done so, nor of an empty field."""
+
+    def lower(scale, precision=None):
+        plain = create()
+        state = Scaled.create(apply_fn=None, params=plain.params, tx=plain.tx, dynamic_scale=scale)
+        state = zero_jax.shard_train_state(
+            state, 2, executor="explicit", rules=RULES, precision=precision
+        )
+        make().lower(state, placed(state))
+
+    words = r"dynamic_scale is a flax DynamicScale, which .* loss_scale=zero_jax.DynamicScale\(\)"
+    with pytest.warns(zero_jax.ZeroWarning, match=words):
+        lower(DynamicScale())
+    lower(None)
+    lower(DynamicScale(), zero_jax.Precision(loss_scale=zero_jax.DynamicScale()))
+
+
+def test_calling_a_step_looks_at_one_leaf():
+    """Whether it is traced; a state may have thousands, of which each call would take time."""
+
+    class Tail:
+        pass
+
+    def refuse(_):
+        raise AssertionError("looked at")
+
+    jax.tree_util.register_pytree_node(Tail, refuse, lambda _, children: Tail())
+    first_leaf = zero_jax.train_step._first_leaf
+    assert first_leaf({"a": {}, "b": (None, [3, Tail()]), "c": Tail()}) == 3
+    assert first_leaf({"a": None}) is None

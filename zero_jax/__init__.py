@@ -10,17 +10,19 @@ and the user's own jitted step goes on working.
 
 The rooms, from the ground up; each imports only its own floor and lower ones:
 
-  words        stage  mesh  partition  rules  loss_scale  precision
-               compiler_options  reporting.tables (text only)
+  words        stage  mesh  partition  rules  loss_scale  precision  offload_policy
+               remat  compiler_options  memories  reporting.tables (text only)
   the paper    placement  cuts  layout  shortfall  collectives  master_weights  extended_state
-               optimizer  at_use  readings
-               the layer loop: layers  layer_loop  layer_forward  layer_backward
-                               layer_derivative
+               optimizer  array_like  at_use  readings
+               what the host holds: offload.dataflow  offload.boxes  offload.grouping
+                                   offload.streams
+               the layer loop: layers  layer_loop  layer_store  layer_forward
+                               layer_backward  layer_derivative
   residence    residence
   the state    flax_linen  flax_nnx  options  anatomy  train_state  batch
-               gather_at_use  at_use_nnx  layers_linen  layers_nnx
-  the step     step_options  faults  subject  wires  local_gradients  rehearsal  gradients
-               update  explicit_step  train_step
+               gather_at_use  at_use_nnx  layers_linen  layers_nnx  offload.described
+  the step     step_options  faults  joining  subject  subject_linen  subject_nnx  wires
+               local_gradients  alike  rehearsal  gradients  update  explicit_step  train_step
   beside, reads only
     planning   closed forms: memory  activations  communication  traffic
                machines:     hardware  gpu_target  topology  doctor
@@ -50,9 +52,13 @@ from .layout import LeafReport as LeafReport
 from .loss_scale import DynamicScale as DynamicScale
 from .loss_scale import StaticScale as StaticScale
 from .master_weights import MasterWeights as MasterWeights
+from .offload_policy import HostMemory as HostMemory
 from .optimizer import PartitionedOptimizer as PartitionedOptimizer
 from .optimizer import partition_optimizer as partition_optimizer
 from .precision import Precision as Precision
+from .remat import Remat as Remat
+from .remat import regather as regather
+from .remat import regather_policy as regather_policy
 from .shortfall import ZeroWarning as ZeroWarning
 from .stage import Stage as Stage
 from .train_state import init_train_state as init_train_state

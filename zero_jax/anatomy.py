@@ -88,6 +88,7 @@ def lay_out(anatomy: Anatomy, options: Options) -> Layout:
         rules=options.rules,
         frozen=anatomy.frozen,
         pads_parameters=options.executor == "explicit",
+        offload=options.offload,
     )
     tx.bind(layout, precision)
     warn_if_short(layout)

@@ -13,7 +13,8 @@ through the user's model as a `Partitioned`:
   wire      how the first is gathered and the second reduced
 
 It is a flax metadata box: linen unboxes it at every `self.param`, also inside `nn.scan`, `nn.remat`
-and `nn.vmap`. NNX reads it through `at_use_nnx`, the layer loop through `layers`.
+and `nn.vmap`. NNX reads it through `at_use_nnx`, the layer loop through `layers`, and a loss that
+computes with it as with an array through `array_like`.
 
 Not here: which parameters can be handed over like this (`readings`), when to sum microbatches
 (`gradients`).
@@ -21,6 +22,7 @@ Not here: which parameters can be handed over like this (`readings`), when to su
 
 from dataclasses import dataclass, replace
 from functools import partial
+from math import prod
 from typing import Any
 
 import jax
@@ -29,7 +31,9 @@ from flax import struct
 from flax.core import meta
 from jax.typing import DTypeLike
 
+from .array_like import ArrayLike
 from .collectives import Cut, all_reduce, gather, reduce_scatter
+from .memories import to_device, to_host, zeros_on_host
 
 
 @dataclass(frozen=True)
@@ -41,11 +45,13 @@ class Wire:
       rest: cut of the parameter as it lies.
       grad: cut of its gradient.
       compute: dtype the model reads it in, and in which it is gathered.
-      reduce: dtype its gradient is reduced and kept in.
+      reduce: dtype its gradient is reduced in; sums over microbatches are wider.
       scatters_at_use: the gradient is scattered in the backward pass, where it arises; else it
         stays whole, this device's summand, until `finish`.
       summed_at_use: axes it is summed over there, beside those of `grad`.
       summed_late: axes it is summed over in `finish`, once a step.
+      on_host: the parameter lies in host memory, and is fetched before it is gathered.
+      grad_on_host: the gradient is sent to host memory where it is reduced, in the backward pass.
     """
 
     path: str
@@ -56,28 +62,33 @@ class Wire:
     scatters_at_use: bool
     summed_at_use: tuple[str, ...] = ()
     summed_late: tuple[str, ...] = ()
+    on_host: bool = False
+    grad_on_host: bool = False
 
     def gather(self, value: jax.Array) -> jax.Array:
         """The logical parameter in the compute dtype: cast first, then gathered."""
-        return gather_at_use(value, self.rest, self.compute)
+        return gather_at_use(value, self.rest, self.compute, self.on_host)
 
     def reduce_gradient(self, g: jax.Array) -> jax.Array:
         """What becomes of a gradient where it arises: an array of the carrier's shape."""
         g = g.astype(self.reduce)
         if not self.scatters_at_use:
             return g
-        return all_reduce(reduce_scatter(g, self.grad), self.summed_at_use)
+        g = all_reduce(reduce_scatter(g, self.grad), self.summed_at_use)
+        return to_host(g) if self.grad_on_host else g
 
     def finish(self, g: jax.Array) -> jax.Array:
         """The rest of the reduction, once all microbatches are summed: this device's piece."""
-        if not self.scatters_at_use:
-            g = reduce_scatter(g, self.grad)
-        return all_reduce(g, self.summed_late)
+        scatters = not self.scatters_at_use and self.grad.dim is not None
+        if scatters or self.summed_late:
+            g = g.astype(self.reduce)
+        return all_reduce(reduce_scatter(g, self.grad) if scatters else g, self.summed_late)
 
     def carrier(self) -> jax.Array:
         """Zeros of the shape and dtype in which the gradient leaves the backward pass."""
         shape = self.grad.piece_shape if self.scatters_at_use else self.grad.shape
-        return jnp.zeros(shape, self.reduce)
+        make = zeros_on_host if self.grad_on_host else jnp.zeros
+        return make(shape, self.reduce)
 
     def layer(self) -> "Wire":
         """The wire of one layer of a stack."""
@@ -89,16 +100,17 @@ class Wire:
 
     def gathered(self) -> "Wire":
         """The wire of the same parameter once it is gathered and cast."""
-        return replace(self, rest=self.rest.whole())
+        return replace(self, rest=self.rest.whole(), on_host=False)
 
 
 READING = ("gather_at_use", "read_stack")
 """Names of the jitted functions that read a parameter; `readings` looks for them in traces."""
 
 
-@partial(jax.jit, static_argnums=(1, 2))
-def gather_at_use(value: jax.Array, cut: Cut, dtype: DTypeLike) -> jax.Array:
+@partial(jax.jit, static_argnums=(1, 2, 3))
+def gather_at_use(value: jax.Array, cut: Cut, dtype: DTypeLike, on_host: bool) -> jax.Array:
     """Cast a piece and gather it."""
+    value = to_device(value) if on_host else value
     return gather(value.astype(dtype), cut)
 
 
@@ -108,7 +120,7 @@ def read_stack(value: jax.Array) -> jax.Array:
     return jax.lax.stop_gradient(value)
 
 
-class Partitioned(meta.AxisMetadata[Any], struct.PyTreeNode):
+class Partitioned(ArrayLike, meta.AxisMetadata[Any], struct.PyTreeNode, eq=False):
     """A parameter on its way through a model; see the module docstring."""
 
     value: Any
@@ -163,6 +175,11 @@ class Partitioned(meta.AxisMetadata[Any], struct.PyTreeNode):
         return len(self.shape)
 
     @property
+    def size(self) -> int:
+        """Number of logical elements."""
+        return prod(self.shape)
+
+    @property
     def dtype(self) -> Any:
         """Dtype that the model reads."""
         return jnp.dtype(self.wire.compute)
@@ -175,7 +192,8 @@ def _cross(wire: Wire, value: jax.Array, carrier: jax.Array) -> jax.Array:
 
 
 def _cross_forward(wire: Wire, value: jax.Array, carrier: jax.Array) -> Any:
-    return _cross(wire, value, carrier), None
+    del carrier
+    return wire.gather(value), None  # spelled out: a policy of remat sees the gather (`remat`)
 
 
 def _cross_backward(wire: Wire, _: None, g: jax.Array) -> Any:

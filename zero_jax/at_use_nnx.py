@@ -11,6 +11,7 @@ from functools import cache
 from typing import Any
 
 from flax import nnx
+from flax.typing import Missing
 
 from .at_use import Partitioned
 from .flax_nnx import parameters_of
@@ -39,8 +40,7 @@ def _gathered_on_reading(kind: type[nnx.Variable[Any]]) -> type[nnx.Variable[Any
         given = self.get_raw_value()
         if not isinstance(given, Partitioned):
             return kind.get_value(self, **index)
-        whole = given.unbox()
-        chosen = index.get("index", ...)
-        return whole if chosen is ... or repr(chosen) == "MISSING" else whole[chosen]
+        whole, chosen = given.unbox(), index.get("index", ...)
+        return whole if chosen is ... or isinstance(chosen, Missing) else whole[chosen]
 
     return type(kind.__name__, (kind,), {"__slots__": (), "get_value": get_value})

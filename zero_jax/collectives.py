@@ -30,6 +30,7 @@ import jax.numpy as jnp
 from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec
 
+from .memories import to_device, to_host
 from .mesh import axes_of_size, data_axes, is_explicit
 from .placement import Placement
 
@@ -79,6 +80,8 @@ def unpad(x: jax.Array, placement: Placement) -> jax.Array:
       Array of `placement.leaf.shape` under `placement.flight`.
     """
     partition, shape = placement.partition, placement.leaf.shape
+    if placement.on_host:
+        x = constrain(to_device(x), placement.landing)
     # Explicit types cannot say uneven: gather, then slice.
     if partition.form == "flat" or (x.shape != shape and is_explicit(placement.mesh)):
         x = constrain(x, placement.flight)
@@ -91,7 +94,8 @@ def pad(x: jax.Array, placement: Placement) -> jax.Array:
     if partition.form == "flat":
         # otherwise the cut spreads to what computed it, whose results are then gathered again
         x = constrain(x, placement.flight)
-    return constrain(filled(x, partition.rest_shape), placement.rest)
+    x = constrain(filled(x, partition.rest_shape), placement.landing)
+    return to_host(x) if placement.on_host else x
 
 
 def filled(x: jax.Array, rest_shape: tuple[int, ...]) -> jax.Array:

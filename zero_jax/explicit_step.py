@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from . import flax_linen
+from . import flax_linen, flax_nnx
 from .anatomy import open_in_step
 from .collectives import constrain, pad, unpad
 from .extended_state import LossScaled, split_scale
@@ -30,8 +30,10 @@ from .faults import Fault, find_fault, passes
 from .gradients import compute_gradients
 from .loss_scale import DynamicScale, ScaleState, hopeless, next_scale
 from .step_options import StepOptions
-from .subject import Subject, open_subject
-from .update import apply_update
+from .subject import Subject
+from .subject_linen import open_linen
+from .subject_nnx import open_nnx
+from .update import apply_update, times
 
 Tree = Any
 
@@ -63,7 +65,8 @@ def explicit_step(
     state: Any, batch: Tree, key: Any, *, loss_fn: Any, tx: Any, options: StepOptions
 ) -> tuple[Any, Metrics]:
     """One step, traced; see the module docstring."""
-    subject = open_subject(state, tx, loss_fn, options)
+    opened = open_nnx if flax_nnx.is_nnx(state) else open_linen
+    subject = opened(state, tx, loss_fn, options)
     before, optimizer = subject.anatomy, subject.tx
     scale_state, opt_state = split_scale(before.opt_state)
     scale = jnp.float32(1) if scale_state is None else scale_state.scale
@@ -71,15 +74,17 @@ def explicit_step(
     found = compute_gradients(subject, batch, key, scale, options)
     loss, norm = found.total / found.weight, found.norm / scale
     fault = find_fault(found.weight, norm)
-    keep = passes(fault, scale_state is not None, options)
-    gradients = _unscale(found.gradients, scale_state)
-    gradients = _transform(gradients, subject, options)
-    gradients = _clip(gradients, norm, options)
+    keep = passes(fault, scale_state is not None, found.weighted, options)
+    gradients, factor = found.gradients, None if scale_state is None else 1 / scale
+    if options.transform_grads is not None:
+        gradients = [times(g, factor) for g in gradients]
+        gradients, factor = _transform(gradients, subject, options.transform_grads), None
+    factor = _clipped(factor, norm, options)
 
-    frozen = [not trains for trains in found.trains]
     params, opt_state = apply_update(
-        optimizer, gradients, opt_state, before.params, keep=keep, frozen=frozen, loss=loss
-    )
+        optimizer, gradients, opt_state, before.params,
+        factor=factor, keep=keep, frozen=[not trains for trains in found.trains], loss=loss,
+    )  # fmt: skip
     other = _count_step(subject.put_back(found.carried))
     if options.after_update is not None:
         params, other = _hook(params, opt_state, other, subject, tx, options.after_update)
@@ -91,24 +96,17 @@ def explicit_step(
         places, _ = split_scale(subject.layout.opt_state)
         after = jax.tree.map(lambda x, p: constrain(x, p.rest), after, places)
         opt_state = LossScaled(after, opt_state)
-    metrics = Metrics(loss, found.weight, norm, scale, 1 - keep.astype(jnp.int32), fault, found.aux)
+    skipped = jnp.int32(0) if keep is None else 1 - keep.astype(jnp.int32)
+    metrics = Metrics(loss, found.weight, norm, scale, skipped, fault, found.aux)
     everywhere = NamedSharding(subject.layout.mesh, PartitionSpec())
     metrics = jax.tree.map(lambda x: constrain(x, everywhere), metrics)
     return before.close(params, opt_state, other), metrics
 
 
-def _unscale(gradients: list[Any], scale_state: ScaleState | None) -> list[Any]:
-    if scale_state is None:
-        return gradients
-    return _times(gradients, 1 / scale_state.scale)
-
-
-def _transform(gradients: list[Any], subject: Subject, options: StepOptions) -> list[Any]:
+def _transform(gradients: list[Any], subject: Subject, transform: Any) -> list[Any]:
     """The user's function of the gradient tree; what it returns lies as the gradients did."""
-    if options.transform_grads is None:
-        return gradients
     structure = jax.tree.structure(subject.anatomy.params)
-    returned = options.transform_grads(structure.unflatten(gradients))
+    returned = transform(structure.unflatten(gradients))
     changed, places = jax.tree.leaves(returned), jax.tree.leaves(subject.layout.updates)
     shapes = [jnp.shape(g) for g in changed]
     if jax.tree.structure(returned) != structure or shapes != [p.leaf.shape for p in places]:
@@ -120,23 +118,13 @@ def _transform(gradients: list[Any], subject: Subject, options: StepOptions) -> 
     return [constrain(g, p.flight) for g, p in zip(changed, places, strict=True)]
 
 
-def _clip(gradients: list[Any], norm: jax.Array, options: StepOptions) -> list[Any]:
+def _clipped(factor: Any, norm: jax.Array, options: StepOptions) -> Any:
+    """The factor of all gradients, with that of clipping; None for 1."""
     limit = options.clip_norm
     if limit is None:
-        return gradients
-    return _times(gradients, jnp.where(norm < limit, 1.0, limit / norm))
-
-
-def _times(gradients: list[Any], factor: jax.Array) -> list[Any]:
-    """Gradients times an fp32 factor, in fp32 at least: fp16 would lose what a scale has saved."""
-
-    def times(g: Any) -> Any:
-        if not jnp.issubdtype(g.dtype, jnp.inexact):
-            return g
-        wide = g.astype(jnp.promote_types(g.dtype, jnp.float32))
-        return wide * factor.astype(wide.real.dtype)
-
-    return [times(g) for g in gradients]
+        return factor
+    clip = jnp.where(norm < limit, 1.0, limit / norm)
+    return clip if factor is None else factor * clip
 
 
 def _next_scale(state: ScaleState, fault: jax.Array, policy: Any) -> tuple[ScaleState, jax.Array]:
@@ -162,11 +150,11 @@ def _count_step(other: Tree) -> Tree:
     return flax_linen.replace(other, step=jnp.asarray(step) + 1)
 
 
-def _choose(keep: jax.Array, new: Any, old: Any) -> Any:
+def _choose(keep: jax.Array | None, new: Any, old: Any) -> Any:
     """`new` where the step passes, else the old bits."""
     if new is old:
         return old
-    chosen = jnp.where(keep, new, old)
+    chosen = new if keep is None else jnp.where(keep, new, old)
     return chosen if chosen.dtype == old.dtype else chosen.astype(old.dtype)  # weak types stay weak
 
 
@@ -174,6 +162,12 @@ def _hook(
     params: Tree, opt_state: Any, other: Tree, subject: Subject, tx: Any, after_update: Any
 ) -> tuple[Tree, Tree]:
     """What the user does after the update, on logical shapes; parameters and others at rest."""
+    away = [p for p in jax.tree.leaves(subject.layout.params) if p.on_host]
+    if away:
+        raise ValueError(
+            f"after_update: it is given all parameters, and params/{away[0].leaf.path} and "
+            f"{len(away) - 1} more lie on the host; leave it out, or HostMemory(params=True)."
+        )
     places = subject.layout.params, subject.layout.other
     logical = jax.tree.map(unpad, (params, other), places)
     state = after_update(subject.anatomy.close(logical[0], opt_state, logical[1]))

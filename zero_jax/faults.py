@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax.core import Tracer
 
+from .loss_scale import hopeless_letter
 from .step_options import NonFinite, StepOptions
 
 
@@ -40,9 +41,6 @@ _LETTERS = {
     "is not defined; the state was left as it was. Leave such batches out.",
     Fault.BAD_WEIGHT: "loss_fn: the weights of the batch of step {step} sum to {weight}; expected "
     "a positive number, the tokens or rows that count. The state was left as it was.",
-    Fault.HOPELESS: "the loss scale {scale} is at its floor and the gradients of step {step} still "
-    "overflow, as those before; the state was left as it was. Scaling cannot help: look for inf or "
-    "NaN in the model or the data, or lower DynamicScale.floor.",
 }
 
 
@@ -54,12 +52,16 @@ def find_fault(weight: jax.Array, norm: jax.Array) -> jax.Array:
     return jnp.where(bad, Fault.BAD_WEIGHT, fault).astype(jnp.int32)
 
 
-def passes(fault: jax.Array, scaled: bool, options: StepOptions) -> jax.Array:
-    """Whether the step may change the state, bool ().
+def passes(
+    fault: jax.Array, scaled: bool, weighted: bool, options: StepOptions
+) -> jax.Array | None:
+    """Whether the step may change the state, bool (); None if nothing can keep it from that.
 
     With `nonfinite="pass"` and no loss scale gradients go to the optimizer as they are.
     """
     if options.nonfinite == "pass" and not scaled:
+        if not weighted:
+            return None
         return (fault == Fault.NONE) | (fault == Fault.NON_FINITE)
     return fault == Fault.NONE
 
@@ -93,7 +95,11 @@ class Watch:
             if fault in self._raises:
                 waiting.clear()
                 kind = ValueError if "WEIGHT" in fault.name else FloatingPointError
-                numbers = {"norm": metrics.grad_norm, "weight": metrics.weight}
-                numbers["scale"] = metrics.loss_scale
-                numbers = {name: float(x) for name, x in numbers.items()}
-                raise kind(_LETTERS[fault].format(step=step, **numbers))
+                raise kind(_letter(fault, step, metrics))
+
+
+def _letter(fault: Fault, step: int, metrics: Any) -> str:
+    if fault == Fault.HOPELESS:
+        return hopeless_letter(float(metrics.loss_scale), step)
+    norm, weight = float(metrics.grad_norm), float(metrics.weight)
+    return _LETTERS[fault].format(step=step, norm=norm, weight=weight)

@@ -19,6 +19,7 @@ from jax.sharding import PartitionSpec
 from .at_use import Wire
 from .collectives import constrain, unpad
 from .local_gradients import make_local_gradient
+from .memories import as_host, is_host
 from .rehearsal import rehearse
 from .residence import path_of
 from .step_options import StepOptions
@@ -34,12 +35,13 @@ class Gradients(NamedTuple):
 
     Attributes:
       gradients: one for each parameter, times the loss scale, in flight: logical shapes under
-        `layout.updates`. Zeros for a frozen one.
+        `layout.updates`. Zeros for a frozen one. One that was sent to the host is at rest.
       carried: the collections, changed.
       aux: what the loss returned beside.
       total, weight: fp32 (): sums over the batch; the loss is their quotient.
       norm: fp32 (): global norm of the gradients, times the loss scale.
       trains: which parameters are not frozen.
+      weighted: whether the loss says what its rows weigh.
     """
 
     gradients: list[jax.Array]
@@ -49,6 +51,7 @@ class Gradients(NamedTuple):
     weight: jax.Array
     norm: jax.Array
     trains: list[bool]
+    weighted: bool
 
 
 def compute_gradients(
@@ -79,11 +82,23 @@ def compute_gradients(
     mapped = axes.on_devices(
         local, (come, _ALIKE, rows, _ALIKE, _ALIKE), (leave, _ALIKE, _ALIKE, _ALIKE)
     )
-    reduced, carried, aux, sums = mapped(subject.values, subject.carried, batch, key, scale)
+    values = [
+        as_host(v) if p.on_host else v
+        for v, p in zip(subject.values, subject.placements, strict=True)
+    ]
+    reduced, carried, aux, sums = mapped(values, subject.carried, batch, key, scale)
     full = _in_flight(reduced, subject, trains)
-    norm = jnp.sqrt(sums["squared_norm"])
+    norm, weight = jnp.sqrt(sums["squared_norm"]), sums.get("weight")
+    means = jnp.float32(axes.size * options.microbatches)
     return Gradients(
-        full, carried, aux, sums["total"], sums["weight"], norm, trains[: subject.trained]
+        full,
+        carried,
+        aux,
+        sums["total"],
+        means if weight is None else weight,
+        norm,
+        trains[: subject.trained],
+        weight is not None,
     )
 
 
@@ -172,5 +187,8 @@ def _in_flight(gradients: list[jax.Array], subject: Subject, trains: list[bool])
             full.append(constrain(zeros, placement.flight) if is_number else zeros)
             continue
         g = next(come)
+        if is_host(g):
+            full.append(g)
+            continue
         full.append(unpad(g, placement) if g.shape != shape else constrain(g, placement.flight))
     return full

@@ -32,7 +32,9 @@ from .layer_loop import (
     sum_dtype,
     walk,
     with_kept,
+    with_store,
 )
+from .memories import barrier, is_host, zeros_on_host
 
 
 @jax.tree_util.register_dataclass
@@ -150,7 +152,7 @@ def backward(
     run = Pass(program, inputs, ct_outs)
     wanted = select(program.extras_wanted, inputs.extras)
     sums = [jnp.zeros(e.shape, sum_dtype(e.dtype)) for e in wanted]
-    zeros = [jnp.zeros(c.shape, c.dtype) for c in carriers]
+    zeros = [_zeros_like(c) for c in carriers]
     nothing = None if program.communicates else [None] * len(carriers)
     ct = Cotangents(ct_x, nothing, zeros, sums)
     ct = _every_layer(run, kept, ct) if program.every == 1 else _groups(run, kept, ct)
@@ -162,19 +164,21 @@ def backward(
 def _every_layer(run: Pass, kept: Any, ct: Cotangents) -> Cotangents:
     _, store, inner = kept
     program, last = run.program, run.program.count - 1
+    how = (*program.inputs_kept, *program.inner_kept)
+    ahead = with_store(program, run.inputs, how, [*store, *inner])
 
-    def step(i: Index, whole: Arrays, ct: Cotangents) -> Cotangents:
-        own = [at(s, i) for s in inner] if inner else None
-        return run.layer(i, whole, [at(s, i) for s in store], own, ct)
+    def step(i: Index, got: Arrays, ct: Cotangents) -> Cotangents:
+        whole, own = _read([*store, *inner], i, got)
+        return run.layer(i, whole, own[: len(store)], own[len(store) :] or None, ct)
 
     i, ct = _after(last, ct)
-    whole = fetch(program, run.inputs, i)
+    got = fetch(*ahead, i)
     if ct.pending is not None or last == 0:
-        return walk(program, run.inputs, Order(i, last + 1, -1), step, whole, ct)[1]
+        return walk(*ahead, Order(i, last + 1, -1), step, got, ct)[1]
     # The first layer has nothing pending, so it stands by itself.
     head, rest = Order(i, 1, -1, i - 1), Order(i - 1, last, -1)
-    whole, ct = walk(program, run.inputs, head, step, whole, ct)
-    return walk(program, run.inputs, rest, step, whole, ct)[1]
+    got, ct = walk(*ahead, head, step, got, ct)
+    return walk(*ahead, rest, step, got, ct)[1]
 
 
 def _groups(run: Pass, kept: Any, ct: Cotangents) -> Cotangents:
@@ -184,17 +188,30 @@ def _groups(run: Pass, kept: Any, ct: Cotangents) -> Cotangents:
     def start(g: Index) -> Index:
         return jnp.maximum(short + (g - 1) * k, 0)
 
-    def group(carry: Any, g: Index) -> Any:
-        whole, ct = carry
-        return run.group(start(g), k, [at(s, g - 1) for s in store], start(g - 1), whole, ct), None
+    # The inputs of groups lie where the forward pass put them: that of group g in slot g - 1.
+    ahead = with_store(replace(program, wires=()), Inputs([], [], None), program.inputs_kept, store)
+
+    def group(carry: Any, slot: Index) -> Any:
+        got, whole, ct = carry
+        # The last one fetches its own again, which nobody reads: cheaper than code of its own.
+        following = fetch(*ahead, jnp.maximum(slot - 1, 0))
+        _, own = _read(store, slot, got)
+        return (following, *run.group(start(slot + 1), k, own, start(slot), whole, ct)), None
 
     g, ct = _after(last, ct)
-    carry = fetch(program, run.inputs, start(g)), ct
+    carry = fetch(*ahead, jnp.maximum(g - 1, 0)), fetch(program, run.inputs, start(g)), ct
     if last > 0 and ct.pending is None:  # the first group differs: nothing is pending
-        carry, _ = group(carry, g)
+        carry, _ = group(carry, g - 1)
         last -= 1
-    carry, _ = lax.scan(group, carry, jnp.arange(last, 0, -1, dtype=jnp.int32))
-    return run.group(0, short, x, None, *carry)[1]
+    carry, _ = lax.scan(group, carry, jnp.arange(last - 1, -1, -1, dtype=jnp.int32))
+    return run.group(0, short, x, None, *carry[1:])[1]
+
+
+def _read(store: Arrays, i: Index, got: Arrays) -> tuple[Arrays, Arrays]:
+    """What was gathered with layer `i`: its parameters, and what was kept of it."""
+    leaves = len(got) - len(store)
+    pairs = zip(store, got[leaves:], strict=True)
+    return got[:leaves], [at(s, i) if g is None else g for s, g in pairs]
 
 
 def _after(index: int, ct: Cotangents) -> tuple[Index, Cotangents]:
@@ -202,7 +219,12 @@ def _after(index: int, ct: Cotangents) -> tuple[Index, Cotangents]:
 
     What is read with it is not taken for what the forward pass has read already, and kept.
     """
-    return lax.optimization_barrier((jnp.int32(index), ct))
+    return barrier((jnp.int32(index), ct))
+
+
+def _zeros_like(carrier: jax.Array) -> jax.Array:
+    make = zeros_on_host if is_host(carrier) else jnp.zeros
+    return make(carrier.shape, carrier.dtype)
 
 
 def _put_some(stacks: Arrays, pieces: list[Any], i: Index) -> Arrays:

@@ -16,6 +16,7 @@ from jax.custom_derivatives import SymbolicZero
 from .layer_backward import backward
 from .layer_forward import forward, shapes_kept
 from .layer_loop import Arrays, Inputs, Program, inexact, merge, select
+from .layer_store import kept_as
 
 
 @jax.tree_util.register_static
@@ -48,7 +49,8 @@ def differentiable(program: Program) -> Callable[..., Any]:
             merge(program.trained, asked[0], program.trained),
         )
         known = replace(program, trained=tuple(trained), extras_wanted=asked[1])
-        known = replace(known, kept=shapes_kept(known, inputs, x))
+        kept_shapes, inputs_kept = shapes_kept(known, inputs, x), kept_as(program.remat, x)
+        known = replace(known, kept=kept_shapes, inputs_kept=inputs_kept)
         x, outs, kept = forward(known, inputs, x, keeps=True)
         static = _Static(known, asked[0])
         return (x, outs), (static, values, select(asked[0], carriers), extras, key, kept)

@@ -23,6 +23,7 @@ from .layer_loop import (
     stacks,
     walk,
 )
+from .layer_store import keep, open_stacks
 
 
 def forward(program: Program, inputs: Inputs, x: Arrays, keeps: bool) -> Any:
@@ -33,18 +34,19 @@ def forward(program: Program, inputs: Inputs, x: Arrays, keeps: bool) -> Any:
     """
     k, n, short = program.every, program.count, program.every - program.first_group
     first = x
-    store = stacks(x, n if k == 1 else program.groups) if keeps else []
-    inner = stacks(program.kept, n) if keeps and k == 1 else []
+    kept, inner_kept = program.inputs_kept, program.inner_kept
+    store = open_stacks(kept, x, n if k == 1 else program.groups) if keeps else []
+    inner = open_stacks(inner_kept, program.kept, n) if keeps and k == 1 else []
 
     def step(i: Index, whole: Arrays, state: Any) -> Any:
         x, outs, store, inner = state
         if keeps:
             # A slot is written until the input of its own layer is there: the last one to come.
             # The first group's input is `x`; a last slot takes what no group begins with.
-            store = put(store, x, i if k == 1 else jnp.maximum(i + short - 1, 0) // k)
+            store = keep(kept, store, x, i if k == 1 else jnp.maximum(i + short - 1, 0) // k)
         if inner:
             (x, out), _, own = pullback(program, inputs, i, whole, x)
-            inner = put(inner, own, i)
+            inner = keep(inner_kept, inner, own, i)
         else:
             full = complete(program, inputs, i, whole)
             x, out = program.layer(full, x, inputs.extras, layer_key(inputs, i))

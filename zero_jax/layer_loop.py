@@ -22,7 +22,7 @@ Not here: the derivative rule, rng and outputs as the caller sees them (`layers`
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -30,6 +30,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from .at_use import Wire
+from .layer_store import Kept, unsplit
+from .memories import barrier
+from .remat import Remat
 
 Index = Any  # int32, traced or not
 Arrays = list[Any]
@@ -56,30 +59,39 @@ class Program:
 
     Attributes:
       layer: (whole leaves, x, extras, key) -> (x, outs), of one layer, on flat lists.
-      wires: of one layer, by leaf.
+      wires: of one layer, by leaf; `Kept` for what the forward pass has kept (`with_store`).
       trained: by leaf: a gradient is asked for.
       extras_wanted: by extra input: a cotangent is asked for.
       count: number of layers.
       every: layers between two inputs that the forward pass keeps.
       policy: which values inside of a layer are kept for its backward pass; None: none.
+      remat: where what is kept lies.
       outs: shapes of one layer's outs.
       kept: shapes of what the policy keeps of one layer.
+      inputs_kept: by leaf of x: how the inputs of layers are kept; () if nothing is.
     """
 
     layer: Callable[..., tuple[Arrays, Arrays]]
-    wires: tuple[Wire | Local, ...]
+    wires: tuple[Wire | Local | Kept, ...]
     trained: tuple[bool, ...]
     extras_wanted: tuple[bool, ...]
     count: int
     every: int
     policy: Callable[..., Any] | None
+    remat: Remat
     outs: tuple[Any, ...] = ()
     kept: tuple[Any, ...] = ()
+    inputs_kept: tuple[Kept, ...] = ()
 
     @property
     def communicates(self) -> bool:
         """Whether anything is gathered or reduced between devices."""
         return not all(is_local(w) and sends_nothing(w) for w in self.wires)
+
+    @property
+    def inner_kept(self) -> tuple[Kept, ...]:
+        """How what the policy keeps is kept: where the inputs are, and whole."""
+        return tuple(unsplit(self.remat, like) for like in self.kept)
 
     @property
     def groups(self) -> int:
@@ -118,14 +130,16 @@ class Order:
         return jnp.where(position < self.count, index, self.then)
 
 
-def is_local(wire: Wire | Local) -> bool:
-    """Whether a gather sends nothing."""
-    return isinstance(wire, Local) or wire.rest.dim is None
+def is_local(wire: Wire | Local | Kept) -> bool:
+    """Whether a leaf is there whole, neither gathered nor fetched."""
+    if isinstance(wire, Kept):
+        return not wire.moves
+    return isinstance(wire, Local) or (wire.rest.dim is None and not wire.on_host)
 
 
-def sends_nothing(wire: Wire | Local) -> bool:
+def sends_nothing(wire: Wire | Local | Kept) -> bool:
     """Whether the reduction of a gradient, where it arises, needs no other device."""
-    if isinstance(wire, Local) or not wire.scatters_at_use:
+    if not isinstance(wire, Wire) or not wire.scatters_at_use:
         return True
     return wire.grad.dim is None and not wire.summed_at_use
 
@@ -159,7 +173,7 @@ def walk(
         state = step(order.at(position), whole, state)
         # The next gather asks for its index, which is not there before this layer is done with.
         after = (position + 1, following, state)
-        return lax.optimization_barrier(after) if communicates else after
+        return barrier(after) if communicates else after
 
     def trip(carry: Any, _: None) -> Any:
         return half(*half(*carry)) if communicates else half(*carry), None
@@ -167,7 +181,7 @@ def walk(
     carry = (jnp.int32(0), whole, state)
     per_trip, fetching = 1, order.count
     if communicates:
-        carry = lax.optimization_barrier(carry)
+        carry = barrier(carry)
         per_trip, fetching = 2, order.count - (order.then is None)
     if fetching >= per_trip:
         carry, _ = lax.scan(trip, carry, length=fetching // per_trip)
@@ -177,7 +191,15 @@ def walk(
     if fetching == order.count:
         return whole, state
     state = step(order.at(position), whole, state)
-    return [], lax.optimization_barrier(state)
+    return [], barrier(state)
+
+
+def with_store(
+    program: Program, inputs: Inputs, kept: Sequence[Kept], store: Arrays
+) -> tuple[Program, Inputs]:
+    """The loop for `walk`, which gathers what was kept of a layer together with its leaves."""
+    wires, values = (*program.wires, *kept), [*inputs.values, *store]
+    return replace(program, wires=wires), replace(inputs, values=values)
 
 
 def complete(program: Program, inputs: Inputs, i: Index, whole: Arrays) -> Arrays:

@@ -8,15 +8,15 @@ It is the same function at stages 0 to 3, and outside of any ZeRO step, where no
 The compiler has to be told to use what it is given: `compiler_options`.
 
 The backward pass is written by hand (`jax.custom_vjp`): from each layer only its input is kept, and
-what lies between is computed again. More can be kept with a policy, fewer inputs with
-`checkpoint_every`:
+what lies between is computed again. A `Remat` says how much is kept, and whether it is split over
+the devices of tensor parallelism or moved to the host:
 
-  checkpoint_every  remat_policy          kept                                     forward passes
-  1                 None                  n inputs                                 2
-  1                 dots_saveable, ...    n inputs, n times what it saves          1 to 2
-  k                 None                  n/k + k inputs                           3
-  k                 everything_saveable   n/k inputs, k times all inside a layer   2
-  k                 dots_saveable, ...    n/k + k inputs, k times what it saves    2 to 3
+  every  saved       kept                                     forward passes
+  1      nothing     n inputs                                 2
+  1      dots, ...   n inputs, n times what it saves          1 to 2
+  k      nothing     n/k + k inputs                           3
+  k      all         n/k inputs, k times all inside a layer   2
+  k      dots, ...   n/k + k inputs, k times what it saves    2 to 3
 
 The fourth row is the schedule of Chen et al. (arXiv 1604.06174, section 3); the best k is about
 sqrt(n). With k > 1 a layer is gathered three times a step instead of two, the last of a group
@@ -38,9 +38,9 @@ import jax.numpy as jnp
 from .at_use import Partitioned, read_stack
 from .layer_derivative import differentiable
 from .layer_loop import Arrays, Local, Program, at, inexact
+from .remat import Policy, Remat
 
 Tree = Any
-Policy = Callable[..., Any]
 
 
 def scan_layers(
@@ -49,6 +49,7 @@ def scan_layers(
     x: Tree,
     *broadcast: Tree,
     rng: jax.Array | None = None,
+    remat: Remat | None = None,
     remat_policy: Policy | None = None,
     checkpoint_every: int | Literal["sqrt"] = 1,
 ) -> Any:
@@ -64,16 +65,16 @@ def scan_layers(
       broadcast: more inputs, the same for every layer: arrays or trees of arrays. Their gradients
         are summed over the layers, in fp32 if theirs is a narrower dtype.
       rng: a key; layer i gets `jax.random.fold_in(rng, i)`.
-      remat_policy: a policy of `jax.checkpoint_policies`: what inside a layer is kept for its
-        backward pass; None keeps nothing but the layer's input. See the module docstring.
-      checkpoint_every: layers between two kept inputs; "sqrt" is the root of their number, rounded.
+      remat: what is kept for the backward pass, and where; by default each layer's input, on the
+        device. See the module docstring.
+      remat_policy, checkpoint_every: the short way to say `Remat(remat_policy, checkpoint_every)`.
 
     Returns:
       The last x; or (x, outputs), each output stacked over the layers.
 
     Raises:
-      ValueError: no layers, stacks of different lengths, a layer that changes x, or a number
-        below 1.
+      ValueError: no layers, stacks of different lengths, a layer that changes x, a number below 1,
+        or an axis that x cannot be split over.
 
     Source: ZeRO, arXiv 1910.02054, section 7.2.2; Chen et al., arXiv 1604.06174, section 3.
 
@@ -82,6 +83,7 @@ def scan_layers(
     >>> scan_layers(lambda w, x: x + jnp.tanh(x @ w), weights, jnp.ones((2, 4))).shape
     (2, 4)
     """
+    remat = _one_remat(remat, remat_policy, checkpoint_every)
     leaves, tree = jax.tree.flatten(stacked, is_leaf=lambda leaf: isinstance(leaf, Partitioned))
     handles = [_handle(leaf) for leaf in leaves]
     count = _count(stacked, handles)
@@ -107,8 +109,9 @@ def scan_layers(
         trained=tuple(h.carrier is not None for h in handles),
         extras_wanted=(),
         count=count,
-        every=_every(checkpoint_every, count),
-        policy=remat_policy,
+        every=_every(remat, count),
+        policy=None if remat.saved == "nothing" else remat.policy,
+        remat=remat,
         outs=traced.outs,
     )
     values = [read_stack(h.value) for h in handles]
@@ -236,13 +239,20 @@ def _count(stacked: Tree, handles: list[_Handle]) -> int:
     return count
 
 
-def _every(checkpoint_every: Any, count: int) -> int:
-    """Layers between two kept inputs."""
-    if checkpoint_every == "sqrt":
-        return max(1, round(math.sqrt(count)))
-    if not isinstance(checkpoint_every, int) or checkpoint_every < 1:
+def _one_remat(remat: Remat | None, policy: Policy | None, every: int | Literal["sqrt"]) -> Remat:
+    """The two arguments that say a part of it, as the one that says it all."""
+    if remat is None:
+        return Remat("nothing" if policy is None else policy, every)
+    if policy is not None or every != 1:
         raise ValueError(
-            f"checkpoint_every is {checkpoint_every!r}; a number of layers from 1, or 'sqrt', was "
-            "expected."
+            f"scan_layers: remat is {remat}, and remat_policy or checkpoint_every is given, too; "
+            "one of them was expected. Say it as Remat(saved=remat_policy, every=checkpoint_every)."
         )
-    return min(checkpoint_every, count)
+    return remat
+
+
+def _every(remat: Remat, count: int) -> int:
+    """Layers between two kept inputs."""
+    if remat.every == "sqrt":
+        return max(1, round(math.sqrt(count)))
+    return min(remat.every, count)

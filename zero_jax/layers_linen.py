@@ -26,6 +26,7 @@ from flax.core import meta
 from .at_use import Partitioned
 from .flax_linen import is_box
 from .layers import scan_layers
+from .remat import Remat
 
 
 class ScanLayers(nn.Module):
@@ -37,6 +38,7 @@ class ScanLayers(nn.Module):
       remat_policy, checkpoint_every: as in `scan_layers`.
       rngs: names of random streams that the block draws from, dropout's, say; each layer has keys
         of its own.
+      remat: as in `scan_layers`.
     """
 
     block: Callable[..., nn.Module]
@@ -44,6 +46,7 @@ class ScanLayers(nn.Module):
     remat_policy: Callable[..., Any] | None = None
     checkpoint_every: int | Literal["sqrt"] = 1
     rngs: tuple[str, ...] = ("dropout",)
+    remat: Remat | None = None
 
     @nn.compact
     def __call__(self, x: Any, *broadcast: Any) -> Any:
@@ -60,6 +63,7 @@ class ScanLayers(nn.Module):
             x,
             *broadcast,
             rng=next(iter(keys.values()), None),
+            remat=self.remat,
             remat_policy=self.remat_policy,
             checkpoint_every=self.checkpoint_every,
         )

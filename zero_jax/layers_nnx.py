@@ -21,6 +21,7 @@ import jax
 from flax import nnx
 
 from .layers import scan_layers
+from .remat import Remat
 
 
 def scan_layers_nnx(
@@ -28,6 +29,7 @@ def scan_layers_nnx(
     x: Any,
     *broadcast: Any,
     rng: jax.Array | None = None,
+    remat: Remat | None = None,
     remat_policy: Callable[..., Any] | None = None,
     checkpoint_every: int | Literal["sqrt"] = 1,
 ) -> Any:
@@ -35,11 +37,11 @@ def scan_layers_nnx(
 
     Args:
       stack: a module whose parameters all have a leading dim of layers.
-      x, broadcast, remat_policy, checkpoint_every: as in `scan_layers`.
+      x, broadcast, remat, remat_policy, checkpoint_every: as in `scan_layers`.
       rng: a key; each block is called with one of its own after `broadcast`.
 
     Raises:
-      ValueError: the stack has variables that are no parameters.
+      ValueError: the stack has variables that are no parameters, or no parameters.
     """
     graph, params, others = nnx.split(stack, nnx.Param, ...)
     left = nnx.to_flat_state(others)
@@ -49,7 +51,13 @@ def scan_layers_nnx(
             f"stack: {'/'.join(map(str, path))} is a {type(variable).__name__}; the blocks of "
             "scan_layers_nnx keep parameters only. Use nnx.scan, or pass keys by rng=."
         )
-    paths, variables = zip(*nnx.to_flat_state(params), strict=True)
+    flat = nnx.to_flat_state(params)
+    if not flat:
+        raise ValueError(
+            f"stack: the {type(stack).__name__} has no parameters, so it has no number of layers; "
+            "expected blocks made by nnx.vmap, each nnx.Param with a leading dim of layers."
+        )
+    paths, variables = zip(*flat, strict=True)
 
     def layer(values: list[Any], x: Any, *rest: Any) -> Any:
         whole = [v.replace(value) for v, value in zip(variables, values, strict=True)]
@@ -62,6 +70,7 @@ def scan_layers_nnx(
         x,
         *broadcast,
         rng=rng,
+        remat=remat,
         remat_policy=remat_policy,
         checkpoint_every=checkpoint_every,
     )

@@ -9,7 +9,7 @@ Not here: the rule for each tree (`cuts`) and each leaf (`partition`), moving an
 """
 
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -18,8 +18,9 @@ from jax.sharding import Mesh, PartitionSpec
 
 from .cuts import Cuts
 from .mesh import data_axes, refine
+from .offload_policy import HostMemory, streams_by_layer
 from .partition import Partition
-from .placement import Leaf, Placement, TreeName
+from .placement import Leaf, Memory, Placement, TreeName
 from .reporting.tables import aligned, bytes_text
 from .rules import Rule
 from .stage import Stage
@@ -29,7 +30,10 @@ Tree = Any
 
 @dataclass(frozen=True)
 class LeafReport:
-    """One line of `Layout.report`. Bytes are integers; `spec` names axes of the mesh at rest."""
+    """One line of `Layout.report`. Bytes are integers; `spec` names axes of the mesh at rest.
+
+    `memory` is the one it rests in, and `bytes_per_device` are those there.
+    """
 
     tree: TreeName
     path: str
@@ -39,6 +43,7 @@ class LeafReport:
     bytes_per_device: int
     total_bytes: int
     reason: str
+    memory: Memory = "device"
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,6 +61,7 @@ class Layout:
       opt_state: tree of `Placement`, structure of the optimizer state.
       other: tree of `Placement` of all other leaves (statistics, keys, counters, averages).
       stacked: paths of parameters that a rule calls "stacked": layers along their first dim.
+      offload: what lies in host memory, None: nothing does.
     """
 
     stage: Stage
@@ -68,6 +74,7 @@ class Layout:
     opt_state: Tree
     other: Tree
     stacked: frozenset[str] = frozenset()
+    offload: HostMemory | None = None
 
     def report(self) -> list[LeafReport]:
         """One record per leaf, in the order params, grads, opt_state, other."""
@@ -81,6 +88,7 @@ class Layout:
                 p.bytes_per_device,
                 p.total_bytes,
                 p.partition.reason,
+                p.memory,
             )
             for p in self.placements()
         ]
@@ -92,7 +100,12 @@ class Layout:
     @cached_property
     def bytes_per_device(self) -> dict[str, int]:
         """Bytes on one device at rest, by tree. Gradients live only during a step."""
-        return self._sum(lambda p: p.bytes_per_device)
+        return self._sum(lambda p: 0 if p.on_host else p.bytes_per_device)
+
+    @cached_property
+    def host_bytes_per_device(self) -> dict[str, int]:
+        """Bytes in host memory for one device, by tree; a host holds them for each of its own."""
+        return self._sum(lambda p: p.bytes_per_device if p.on_host else 0)
 
     @cached_property
     def total_bytes(self) -> dict[str, int]:
@@ -125,13 +138,16 @@ class Layout:
         devices = "" if self.mesh.size == present else f" ({present} present)"
         rows = [
             (r.tree, r.path, str(r.shape), r.dtype, str(r.spec).removeprefix("PartitionSpec"),
-             bytes_text(r.bytes_per_device), r.reason)
+             bytes_text(r.bytes_per_device),
+             r.reason if r.memory == "device" else f"on the host; {r.reason}")
             for r in self.report()
         ]  # fmt: skip
         held, total = self.bytes_per_device, self.total_bytes
+        away = self.host_bytes_per_device
         sums = [
             (tree, bytes_text(held[tree]), "per device of", bytes_text(total[tree]),
-             f"({held[tree] / total[tree]:.4f})" if total[tree] else "")
+             f"({held[tree] / total[tree]:.4f})" if total[tree] else "",
+             f"and {bytes_text(away[tree])} on the host" if away[tree] else "")
             for tree in total
         ]  # fmt: skip
         header = ("tree", "leaf", "shape", "dtype", "spec", "per device", "why")
@@ -168,6 +184,7 @@ def build_layout(
     rules: Mapping[str, Rule] | None = None,
     frozen: Collection[str] = (),
     pads_parameters: bool = False,
+    offload: HostMemory | None = None,
 ) -> Layout:
     """Decide where every leaf lies.
 
@@ -180,6 +197,7 @@ def build_layout(
       rules: path pattern -> rule; see `rules`.
       frozen: paths of leaves of `other` that are parameters the optimizer does not train.
       pads_parameters: parameters may be padded at rest, since no user's code reads them.
+      offload: what lies in host memory: the optimizer state, but for its scalars.
 
     Raises:
       ValueError: a rule matches no parameter, or its spec does not fit the leaf.
@@ -203,15 +221,34 @@ def build_layout(
     def placed(tree: TreeName, cut: Callable[[Leaf], Partition], of: Tree) -> Tree:
         return jax.tree.map(lambda leaf: Placement(tree, leaf, cut(leaf), lies_on, axis), of)
 
+    states = placed("opt_state", cuts.optimizer, opt_state)
+    parameters = placed("params", cuts.parameter, params)
+    if offload is not None:
+        states = jax.tree.map(_on_host, states)
+    if offload is not None and offload.params:
+        parameters = jax.tree.map(
+            lambda p: (
+                _on_host(p) if streams_by_layer(p.leaf.path, p.leaf.shape, cuts.stacked) else p
+            ),
+            parameters,
+        )
+
     return Layout(
         stage=stage,
         mesh=lies_on,
         axis=axis,
         size=mesh.shape[axis],
-        params=placed("params", cuts.parameter, params),
+        params=parameters,
         grads=placed("grads", cuts.gradient, params),
         updates=placed("opt_state", cuts.update, params),
-        opt_state=placed("opt_state", cuts.optimizer, opt_state),
+        opt_state=states,
         other=placed("other", cuts.other, other),
         stacked=cuts.stacked,
+        offload=offload,
     )
+
+
+def _on_host(placement: Placement) -> Placement:
+    """The placement in host memory; a scalar stays, since it is read all over."""
+    is_scalar = placement.leaf.shape == ()
+    return placement if is_scalar else replace(placement, memory="pinned_host")

@@ -25,9 +25,17 @@ import jax
 import jax.numpy as jnp
 
 from .at_use import Partitioned, Wire
-from .collectives import Combine, all_reduce
+from .collectives import all_reduce
+from .joining import (
+    as_numbers,
+    check_same,
+    join_carried,
+    over_devices,
+    over_microbatches,
+    rules_of,
+)
+from .memories import is_host, to_device
 from .readings import Reading
-from .residence import path_of
 from .step_options import StepOptions
 from .subject import Device, Subject
 from .wires import Axes
@@ -55,48 +63,47 @@ def make_local_gradient(
     Returns:
       (values, carried, batch, key, scale) -> (gradients, carried, aux, sums). Gradients are pieces,
       times `scale`, in a list with an entry for each value that trains; `sums` is a dict of
-      replicated fp32 scalars: total, weight and squared_norm.
+      replicated fp32 scalars: total, squared_norm, and weight if the loss has one.
     """
 
     def step(values: list[Any], carried: Tree, batch: Tree, key: Any, scale: jax.Array) -> Any:
         values, here = _gather_kept(values, wires, readings, options)
+        moved: list[bool] = []
 
         def one(values: list[Any], carried: Tree, microbatch: Tree, index: Any) -> Any:
-            device = _device(axes, index)
+            device = this_device(axes, index)
 
             def objective(carriers: list[Any]) -> Any:
                 leaves = [*map(_hand_over, here, values, carriers, readings)]
                 out, changed, aux = subject.call(leaves, carried, microbatch, key, device)
-                _check_same(carried, changed)
+                check_same(carried, changed)
+                pairs = zip(jax.tree.leaves(carried), jax.tree.leaves(changed), strict=True)
+                moved[:] = [new is not old for old, new in pairs]
                 total, weight = read_loss(out)
                 whole = None if weight is None else all_reduce(weight, axes.batch)
                 return total * _seed(scale, whole, axes), (total, whole, changed, aux)
 
             carriers = [w.carrier() if t else None for w, t in zip(here, trains, strict=True)]
             gradients, (total, whole, changed, aux) = jax.grad(objective, has_aux=True)(carriers)
-            aux = _as_numbers(aux, _rules(aux, options.aux))
+            aux = as_numbers(aux, rules_of(aux, options.aux))
             return [g for g in gradients if g is not None], total, whole, changed, aux
 
         used = [w for w, t in zip(here, trains, strict=True) if t]
         if options.microbatches == 1:
-            gradients, total, weight, changed, aux = one(values, carried, batch, 0)
+            gradients, total, weight, after, aux = one(values, carried, batch, 0)
         else:
             is_cut = [w.rest.parts > 1 for w in here]
-            gradients, total, weight, changed, aux = _scan(
+            gradients, total, weight, after, aux = _scan(
                 one, values, is_cut, used, carried, batch, options
             )
         gradients = [w.finish(g) for w, g in zip(used, gradients, strict=True)]
         total, squared = all_reduce(
             jnp.stack([total, _squared_norm(gradients, used, axes)]), axes.batch
         )
-        size = axes.size * options.microbatches
-        sums = {
-            "total": total,
-            "weight": jnp.float32(size) if weight is None else weight,
-            "squared_norm": squared,
-        }
-        changed = _combine(changed, _rules(changed, options.collections), axes)
-        return gradients, changed, _combine(aux, _rules(aux, options.aux), axes), sums
+        sums = {"total": total, "squared_norm": squared}
+        sums |= {} if weight is None else {"weight": weight}
+        changed = join_carried(after, carried, subject.rules, moved, axes.batch)
+        return gradients, changed, over_devices(aux, rules_of(aux, options.aux), axes.batch), sums
 
     return step
 
@@ -141,8 +148,8 @@ def _hand_over(wire: Wire, value: Any, carrier: Any, reading: Reading) -> Any:
     return parameter if reading == "at use" else parameter.unbox()
 
 
-def _device(axes: Axes, index: Any) -> Device:
-    """Keys differ on every device of the batch's axes and in every microbatch."""
+def this_device(axes: Axes, index: Any) -> Device:
+    """What a loss knows of it: keys differ on every device and in every microbatch."""
 
     def fold(key: jax.Array) -> jax.Array:
         own = jax.random.fold_in(key, jax.lax.axis_index(axes.batch))
@@ -167,7 +174,11 @@ def _scan(
     batch: Tree,
     options: StepOptions,
 ) -> Any:
-    """Sum gradients over microbatches, each times what it weighs."""
+    """Sum gradients over microbatches, each times what it weighs.
+
+    In fp32 at least, whatever dtype crosses the wire: weights of thousands of tokens would overflow
+    in fp16, and in bf16 a sum of many no longer notices one more.
+    """
     m, has_weight = options.microbatches, []
 
     def body(carry: Any, xs: Any) -> Any:
@@ -181,12 +192,13 @@ def _scan(
         gradients, total, weight, changed, aux = one(own, carried, *xs)
         has_weight.append(weight is not None)
         share = jnp.float32(1) if weight is None else weight
+        gradients = [_wide(g) for g in gradients]
         added = [g * share.astype(g.real.dtype) for g in gradients], total, share
         return (changed, jax.tree.map(jnp.add, sums, added)), aux
 
     parts = jax.tree.map(lambda x: x.reshape(m, -1, *x.shape[1:]) if x.ndim else x, batch)
     parts = jax.tree.map(lambda x: x if x.ndim else jnp.broadcast_to(x, (m,)), parts)
-    zeros = [w.carrier() for w in wires], jnp.float32(0), jnp.float32(0)
+    zeros = [_wide(w.carrier()) for w in wires], jnp.float32(0), jnp.float32(0)
     (carried, sums), aux = jax.lax.scan(body, (carried, zeros), (parts, jnp.arange(m)))
     gradients, total, weight = sums
     divisor = jnp.where(weight == 0, 1, weight)
@@ -196,68 +208,26 @@ def _scan(
         total,
         weight if has_weight[0] else None,
         carried,
-        _over_microbatches(aux, options),
+        over_microbatches(aux, rules_of(aux, options.aux)),
     )
 
 
-def _as_numbers(aux: Any, rules: Any) -> Any:
-    """What the loss returned beside; counts whose mean is asked for, as fp32."""
-
-    def convert(x: Any, rule: str) -> jax.Array:
-        x = jnp.asarray(x)
-        is_count = jnp.issubdtype(x.dtype, jnp.integer) or x.dtype == jnp.bool_
-        return x.astype(jnp.float32) if is_count and rule == "mean" else x
-
-    return jax.tree.map(convert, aux, rules)
-
-
-def _over_microbatches(aux: Any, options: StepOptions) -> Any:
-    reduce = {"mean": jnp.mean, "sum": jnp.sum, "max": jnp.max, "min": jnp.min}
-    return jax.tree.map(
-        lambda x, rule: reduce[rule](x, axis=0).astype(x.dtype), aux, _rules(aux, options.aux)
-    )
-
-
-def _rules(tree: Any, named: Any) -> Any:
-    """The rule of every leaf: that of the entry it is under, or the mean."""
-
-    def rule(keys: Any, _: Any) -> str:
-        return named.get(path_of(keys).split("/")[0], "mean")
-
-    return jax.tree_util.tree_map_with_path(rule, tree)
-
-
-def _combine(tree: Any, rules: Any, axes: Axes) -> Any:
-    """Values of all devices joined; integers and keys are alike everywhere, and stay."""
-
-    def combine(x: Any, rule: Combine) -> Any:
-        number = jnp.issubdtype(x.dtype, jnp.inexact)
-        return all_reduce(x, axes.batch, rule) if number or rule != "mean" else x
-
-    return jax.tree.map(combine, jax.tree.map(jnp.asarray, tree), rules)
+def _wide(gradient: jax.Array) -> jax.Array:
+    return gradient.astype(jnp.promote_types(gradient.dtype, jnp.float32))
 
 
 def _squared_norm(gradients: list[jax.Array], wires: list[Wire], axes: Axes) -> jax.Array:
     """This device's share of the squared global norm: a piece that n devices hold counts 1/n."""
     squares = jnp.float32(0)
     for g, wire in zip(gradients, wires, strict=True):
-        square = jnp.sum(jnp.square(jnp.abs(g).astype(jnp.float32)))
-        squares += square * (wire.grad.parts / axes.size)
+        squares += _sum_of_squares(g) * (wire.grad.parts / axes.size)
     return squares
 
 
-def _check_same(before: Tree, after: Tree) -> None:
-    """A collection has to come out as it went in, or microbatches could not follow each other."""
-    had, has = (jax.tree_util.tree_leaves_with_path(t) for t in (before, after))
-    if jax.tree.structure(before) != jax.tree.structure(after):
-        raise ValueError(
-            f"loss_fn: its collections went in as {jax.tree.structure(before)} and came out as "
-            f"{jax.tree.structure(after)}; return the same tree."
-        )
-    for (keys, old), (_, new) in zip(had, has, strict=True):
-        a, b = jax.typeof(old), jax.typeof(new)
-        if (a.shape, a.dtype) != (b.shape, b.dtype):
-            raise ValueError(
-                f"loss_fn: {path_of(keys)} went in as {a.dtype}{list(a.shape)} and came out as "
-                f"{b.dtype}{list(b.shape)}; a collection keeps its shapes and dtypes."
-            )
+def _sum_of_squares(g: jax.Array) -> jax.Array:
+    """Of one gradient; one on the host is fetched layer by layer."""
+
+    def of(x: jax.Array) -> jax.Array:
+        return jnp.sum(jnp.square(jnp.abs(x).astype(jnp.float32)))
+
+    return jnp.sum(jax.lax.map(lambda layer: of(to_device(layer)), g)) if is_host(g) else of(g)

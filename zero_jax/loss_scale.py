@@ -212,25 +212,23 @@ def hopeless(policy: LossScale, state: ScaleState) -> jax.Array:
     return state.skipped_at_floor >= policy.patience
 
 
-def hopeless_letter(policy: LossScale, state: ScaleState) -> str:
-    """Write the error for a state that is `hopeless`; reads the state, so not under jit."""
-    scale, skipped = float(state.scale), int(state.skipped)
-    if isinstance(policy, StaticScale):
-        run, smaller = "static", "pass a smaller StaticScale or a DynamicScale"
-    else:
-        at_floor = int(state.skipped_at_floor)
-        run = f"the last {at_floor} steps were skipped at its floor, patience={policy.patience}"
-        smaller = "lower the floor"
+def hopeless_letter(scale: float, step: int) -> str:
+    """Write the error for a step after which training is `hopeless`.
+
+    Args:
+      scale: the loss scale of that step, at its floor.
+      step: number of the step.
+    """
     advice = (
-        f"{smaller}, or compute in bfloat16."
+        "Lower DynamicScale.floor, or compute in bfloat16."
         if scale > 1
-        else "no smaller scale helps: the loss or a gradient is inf or NaN by itself. Look at the "
+        else "No smaller scale helps: the loss or a gradient is inf or NaN by itself. Look at the "
         "last batches, lower the learning rate, or compute in bfloat16; jax_debug_nans finds the "
         "operation."
     )
     return (
-        f"loss scale {scale:g} ({run}): {skipped} steps were skipped in all for gradients that are "
-        f"not finite; {advice}"
+        f"the loss scale {scale} is at its floor and the gradients of step {step} still "
+        f"overflow, as those before; the state was left as it was. {advice}"
     )
 
 

@@ -22,6 +22,9 @@ from .collectives import constrain, pad, pin_sum, unpad
 from .extended_state import LossScaled, init_extended
 from .layout import Layout
 from .master_weights import MasterWeights, update_with_master
+from .offload.grouping import Input, Output
+from .offload.streams import stream
+from .offload_policy import HostMemory
 from .placement import Placement
 from .precision import Precision
 from .shortfall import warn
@@ -159,20 +162,53 @@ class _Binding:
         grads = _map(_lies_at_rest, layout.grads, updates, "grads")  # reduced
         _check_dtypes(layout, self.precision, updates)
         grads = _map(_lies_in_flight, layout.updates, grads, "grads")  # partitioned
-        state = _map(unpad, layout.opt_state, state, "opt_state")
+        if isinstance(state, MasterWeights) and params is None:
+            raise ValueError("params: with master weights call tx.update(grads, state, params)")
+        if layout.offload is not None:
+            updates, state = self._streamed(layout.offload, grads, state, params, extra)
+        else:
+            state = _map(unpad, layout.opt_state, state, "opt_state")
+            updates, state = self._move(grads, state, params, extra)
+            state = _map(pad, layout.opt_state, state, "opt_state")
+        return _map(_pin, layout.params, updates, "updates"), state
+
+    def _move(
+        self, grads: Tree, state: Any, params: Tree | None, extra: dict[str, Any]
+    ) -> tuple[Tree, Any]:
+        """The user's update on logical arrays in flight; updates lie as parameters at rest."""
+        layout = self.layout
+        assert layout is not None
         old = None if params is None else _map(_lies_in_flight, layout.updates, params, "params")
         if isinstance(state, MasterWeights):
-            if old is None:
-                raise ValueError("params: with master weights call tx.update(grads, state, params)")
-            updates, state = update_with_master(
-                self.inner, layout, grads, state, old, params, extra
-            )
-        else:
-            updates, state = self.inner.update(grads, state, old, **extra)
-            updates = _map(_lies_in_flight, layout.updates, updates, "updates")
-            updates = _map(_lies_at_rest, layout.params, updates, "updates")  # gathered
-        updates = _map(_pin, layout.params, updates, "updates")
-        return updates, _map(pad, layout.opt_state, state, "opt_state")
+            assert old is not None and params is not None
+            return update_with_master(self.inner, layout, grads, state, old, params, extra)
+        updates, state = self.inner.update(grads, state, old, **extra)
+        updates = _map(_lies_in_flight, layout.updates, updates, "updates")
+        return _map(_lies_at_rest, layout.params, updates, "updates"), state  # gathered
+
+    def _streamed(
+        self, policy: HostMemory, grads: Tree, state: Any, params: Tree | None, extra: Any
+    ) -> tuple[Tree, Any]:
+        """The same for a state on the host, which comes and goes leaf by leaf."""
+        layout = self.layout
+        assert layout is not None
+        trees = (grads, state) if params is None else (grads, state, params)
+        arrays, structure = jax.tree.flatten(trees)
+        wheres = (layout.updates, layout.opt_state, layout.params)[: len(trees)]
+        places = jax.tree.leaves(wheres)
+        n, results = len(jax.tree.leaves(grads)), jax.tree.structure((grads, state))
+
+        def compute(*flat: Any) -> list[Any]:
+            grads, state, *rest = structure.unflatten(flat)
+            updates, after = self._move(grads, state, rest[0] if rest else None, extra)
+            return [*jax.tree.leaves(updates), *map(jnp.asarray, jax.tree.leaves(after))]
+
+        held = len(jax.tree.leaves(state))
+        in_flight = [not n <= at < n + held for at in range(len(arrays))]
+        inputs = [Input(*each) for each in zip(arrays, places, in_flight, strict=True)]
+        outputs = [Output(p, None) for p in jax.tree.leaves(layout.params)]
+        outputs += [Output(places[at], at) for at in range(n, n + held)]
+        return results.unflatten(stream(compute, inputs, outputs, policy.chunk_bytes))
 
 
 def _check_dtypes(layout: Layout, precision: Precision, grads: Tree) -> None:

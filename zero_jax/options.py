@@ -8,6 +8,7 @@ import jax
 from jax.sharding import Mesh, NamedSharding
 
 from .mesh import resolve_mesh
+from .offload_policy import HostMemory
 from .precision import Precision
 from .rules import Rule
 from .stage import Stage, parse_stage
@@ -32,6 +33,7 @@ class Options:
     precision: Precision = field(default_factory=Precision)
     rules: Mapping[str, Rule] = field(default_factory=dict)
     executor: Executor = "annotated"
+    offload: HostMemory | None = None
 
 
 def check_options(
@@ -43,12 +45,13 @@ def check_options(
     precision: Precision | None,
     rules: Mapping[str, Rule] | None,
     executor: Executor,
+    offload: HostMemory | None = None,
 ) -> Options:
     """Read the arguments of an entry point.
 
     Args:
       state: the state, or None; with mesh=None its own mesh is used where it has one.
-      stage, mesh, axis, min_size, precision, rules, executor: as in `shard_train_state`.
+      stage, mesh, axis, min_size, precision, rules, executor, offload: as in `shard_train_state`.
 
     Raises:
       TypeError, ValueError: naming the argument.
@@ -66,10 +69,33 @@ def check_options(
             "zero_jax.Precision, such as Precision.bf16()."
         )
     check_choice("executor", executor, Executor)
+    if offload is not None and not isinstance(offload, HostMemory):
+        raise TypeError(
+            f"offload={offload!r} is a {type(offload).__name__}; expected a zero_jax.HostMemory, "
+            "such as HostMemory(), or None."
+        )
     resolved = resolve_mesh(mesh if mesh is not None else _found_mesh(state, axis), axis)
+    if offload is not None:
+        _check_memory(resolved)
+        if offload.params and executor != "explicit":
+            raise ValueError(
+                "offload: parameters on the host (HostMemory(params=True)) are fetched by "
+                'make_train_step alone; pass executor="explicit".'
+            )
     return Options(
-        parsed, resolved, axis, min_size, precision or Precision(), rules or {}, executor
+        parsed, resolved, axis, min_size, precision or Precision(), rules or {}, executor, offload
     )
+
+
+def _check_memory(mesh: Mesh) -> None:
+    """Raise if the mesh's devices reach no pinned memory; described GPUs do not say."""
+    device = mesh.devices.flat[0]
+    kinds = [memory.kind for memory in device.addressable_memories()]
+    if kinds and "pinned_host" not in kinds:
+        raise ValueError(
+            f"offload: {device.device_kind} has the memories {', '.join(kinds)}; expected "
+            "pinned_host among them. Leave offload= out on this backend."
+        )
 
 
 def check_choice(name: str, value: Any, choices: Any) -> None:

@@ -18,6 +18,7 @@ from .mesh import axes_of_size, data_axes, is_explicit
 from .partition import Partition, trimmed
 
 TreeName = Literal["params", "grads", "opt_state", "other"]
+Memory = Literal["device", "pinned_host"]
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,8 @@ class Leaf:
 class Placement:
     """Where one leaf lies: `rest` between steps, `flight` inside the optimizer's update.
 
+    `memory` says on which side of the link to the host it rests; in flight it is on the device.
+
     At rest a leaf may be padded or flattened (`partition.rest_shape`); in flight it has its logical
     `shape`, so that padding never reaches a norm, a factored mean or a mask.
     """
@@ -52,10 +55,21 @@ class Placement:
     partition: Partition
     mesh: Mesh = field(repr=False)
     axis: str = field(repr=False)
+    memory: Memory = "device"
+
+    @property
+    def on_host(self) -> bool:
+        """Whether the leaf lies in host memory between steps."""
+        return self.memory == "pinned_host"
 
     @cached_property
     def rest(self) -> NamedSharding:
         """Sharding of the array between steps."""
+        return self.landing.with_memory_kind(self.memory) if self.on_host else self.landing
+
+    @cached_property
+    def landing(self) -> NamedSharding:
+        """Sharding of the array at rest once it is on the device."""
         return self._sharding(self.partition.spec, len(self.partition.rest_shape))
 
     @cached_property
@@ -64,7 +78,7 @@ class Placement:
         uneven = self.partition.form == "padded"
         if self.partition.form == "flat" or (uneven and is_explicit(self.mesh)):
             return self.gathered
-        return self.rest
+        return self.landing
 
     @cached_property
     def gathered(self) -> NamedSharding:

@@ -5,10 +5,11 @@ in the optimizer state (fp32 master copy, momentum, variance). `Precision` names
 master copy exists only where `params` is narrower than `master`: fp32 parameters never get a second
 one.
 
-In the user's own step (the annotated executor) `params` and `master` are carried out; `compute` and
-`reduce` belong to whoever writes the forward pass, so they are *checked* when the step is traced,
-and a difference is warned about. `make_train_step` carries out all of them, and the loss scale
-(`loss_scale`), which fp16 needs and bf16 does not.
+`make_train_step` carries out all of them: parameters are cast to `compute` before they are gathered
+and read, gradients are reduced in `reduce`, and the loss is scaled by `loss_scale`, which fp16
+needs and bf16 does not. In the user's own step (the annotated executor) `params` and `master` are
+carried out; `compute` and `reduce` belong there to whoever writes the forward pass, so they are
+checked when the step is traced, and a difference is warned about.
 """
 
 from dataclasses import dataclass
@@ -26,9 +27,11 @@ class Precision:
 
     Attributes:
       params: parameters at rest, and so what crosses the wire when they are gathered.
-      compute: what the forward pass is expected to read; checked, see the module docstring.
+      compute: what `make_train_step` gathers parameters in and the loss reads; by default their
+        own.
       master: the copy the optimizer updates, kept in its state.
-      reduce: what gradients are expected to be reduced in; checked.
+      reduce: what `make_train_step` reduces gradients in; by default fp32, or what is wider. Sums
+        over microbatches are in fp32 at least.
       loss_scale: a `StaticScale` or `DynamicScale`, for `make_train_step` only; its state lies in
         the optimizer's.
 

@@ -4,9 +4,10 @@ A parameter handed to a model as a `Partitioned` (`at_use`) is gathered by each 
 reading reduces a gradient of its own. That is ZeRO's stage 3 (arXiv 1910.02054, section 7.2.2)
 where a layer reads its parameters once; elsewhere it would be wrong or wasteful:
 
-  read whole   the loss computes with the parameter itself, not through a module: it would meet a
-               piece (weight decay written into the loss, a model of plain functions)
+  read whole   the loss computes with the numbers it finds in the parameter, of `jax.tree.leaves`
+               say: it would meet a piece
   many times   a module used twice, a table tied to the output: the bytes would count twice
+  whole stack  either of the two, of layers that a loop takes one by one
   in a loop    a recurrent network reads the same weights in every trip
   in a branch  of a `cond`: devices may take different ones, and a collective that only some of them
                reach waits for ever
@@ -25,7 +26,9 @@ from typing import Any, Literal, TypeVar
 
 from .at_use import READING
 
-Reading = Literal["at use", "read whole", "many times", "in a loop", "in a branch", "not read"]
+Reading = Literal[
+    "at use", "read whole", "many times", "whole stack", "in a loop", "in a branch", "not read"
+]
 
 Key = TypeVar("Key")
 Inside = Literal["in a loop", "in a branch"] | None
@@ -37,6 +40,7 @@ class _Uses:
     gathers: int = 0
     inside: Inside = None
     whole: bool = False
+    is_stack: bool = False
 
 
 def find_readings(jaxpr: Any, values: Mapping[Any, Key]) -> dict[Key, Reading]:
@@ -70,7 +74,7 @@ def _events(jaxpr: Any) -> Iterator[Any]:
     inner = getattr(jaxpr, "jaxpr", jaxpr)
     yield from (repr(c) for c in getattr(jaxpr, "consts", ()) if getattr(c, "shape", None) == ())
     for eqn in inner.eqns:
-        kind, bodies = eqn.primitive.name, [*_bodies(eqn)]
+        kind, bodies = eqn.primitive.name, [*bodies_of(eqn)]
         numbers = [repr(v.val) for v in eqn.invars if hasattr(v, "val")]
         if eqn.params.get("name") in READING:
             yield "gather"
@@ -86,6 +90,8 @@ def _events(jaxpr: Any) -> Iterator[Any]:
 
 
 def _reading(found: _Uses) -> Reading:
+    if found.is_stack and (found.whole or found.gathers > 1) and found.inside is None:
+        return "whole stack"
     if found.whole:
         return "read whole"
     if found.inside is not None:
@@ -109,14 +115,15 @@ def _walk(jaxpr: Any, known: dict[Any, Known], uses: dict[Any, _Uses]) -> list[K
         read = [known[v] for v in eqn.invars if _is_known(v, known)]
         if not read:
             continue
-        bodies = [] if eqn.primitive.name == "while" else [*_bodies(eqn)]
+        bodies = [] if eqn.primitive.name == "while" else [*bodies_of(eqn)]
         if eqn.params.get("name") in READING:
             for name, inside in read:
                 uses[name].gathers += 1
+                uses[name].is_stack |= eqn.params["name"] == READING[1]
                 uses[name].inside = uses[name].inside or inside
         elif bodies:
             for body in bodies:
-                inside = _inside(eqn, body, known)
+                inside = _inside(eqn, body, known, uses)
                 _walk(body, inside, uses)
                 outputs = zip(eqn.outvars, getattr(body, "jaxpr", body).outvars, strict=False)
                 known |= {o: inside[v] for o, v in outputs if _is_known(v, inside)}
@@ -126,7 +133,9 @@ def _walk(jaxpr: Any, known: dict[Any, Known], uses: dict[Any, _Uses]) -> list[K
     return [known[v] for v in inner.outvars if _is_known(v, known)]
 
 
-def _inside(eqn: Any, body: Any, known: dict[Any, Known]) -> dict[Any, Known]:
+def _inside(
+    eqn: Any, body: Any, known: dict[Any, Known], uses: dict[Any, _Uses]
+) -> dict[Any, Known]:
     """Known variables as the body of a call or loop names them.
 
     A body's inputs are the last of the equation's. In a scan, what has lost a dim is one of a stack
@@ -141,6 +150,8 @@ def _inside(eqn: Any, body: Any, known: dict[Any, Known]) -> dict[Any, Known]:
                 inside = "in a branch"
             elif eqn.primitive.name == "scan" and outer.aval.shape == var.aval.shape:
                 inside = inside or "in a loop"
+            elif eqn.primitive.name == "scan":
+                uses[path].is_stack = True
             found[var] = path, inside
     return found
 
@@ -149,7 +160,8 @@ def _is_known(var: Any, known: dict[Any, Any]) -> bool:
     return hasattr(var, "aval") and not hasattr(var, "val") and var in known
 
 
-def _bodies(eqn: Any) -> Iterator[Any]:
+def bodies_of(eqn: Any) -> Iterator[Any]:
+    """The jaxprs that an equation runs: of a call, of a loop, of each branch."""
     if eqn.primitive.name in ("custom_vjp_call", "custom_jvp_call"):
         yield eqn.params["call_jaxpr"]  # the other parameters are rules, not what is computed
         return

@@ -1,32 +1,56 @@
 """A loss rehearsed: traced before it is run, to see how it takes parameters that gather themselves.
 
 ZeRO's stage 3 gathers a parameter where a layer reads it (arXiv 1910.02054, section 7.2.2). A loss
-may do more with its parameters than hand them to modules, and a device has only pieces: so the loss
-is traced with `Partitioned` parameters, and `readings` says which of them it takes otherwise. Those
-will be plain arrays. Then it is traced as it will be run, on pieces and on whole leaves. If it does
-not do the same on both it looks at what is no business of a module (how many elements there are,
-which of them have two dims), and all parameters will be plain arrays.
+may do more with its parameters than hand them to modules or compute with them, and a device has
+only pieces: so the loss is traced with `Partitioned` parameters, and `readings` says which of them
+it takes otherwise. Those will be plain arrays. Then it is traced as it will be run, on pieces and
+on whole leaves. If it does not do the same on both it looks at what is no business of a module (how
+many elements there are, which of them have two dims).
+
+Where a loss cannot be traced so, or looks, the parameters that are the cause are searched for by
+halves, and will be plain arrays; all of them where the search is long.
 
 Nothing is computed here.
 """
 
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from math import prod
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.interpreters import partial_eval
 from jax.sharding import PartitionSpec
 
+from .alike import check_alike
 from .at_use import Partitioned, Wire
+from .joining import check_same
+from .local_gradients import read_loss, this_device
+from .placement import Placement
 from .readings import Reading, find_readings, same_events
 from .shortfall import warn, warn_of_readings
+from .stage import Stage
 from .step_options import StepOptions
-from .subject import Device, Subject
+from .subject import Subject
 from .wires import Axes
 
 Tree = Any
-_OUTSIDE = "the loss computes with it outside of any module"
+_OUTSIDE = (
+    "the loss reads them in several places, or takes their numbers (of jax.tree.leaves, say) "
+    "outside of any module"
+)
 _LOOKED_AT = "the loss looks at shapes of parameters, or at their number, outside of any module"
+_TRIES = 20  # traces that a search may take; with one cause among 100 parameters it takes 14
+
+
+@dataclass(frozen=True)
+class _Heard:
+    """What a trace of the loss said: readings, the jaxpr of a device, and its constants."""
+
+    readings: list[Reading]
+    jaxpr: Any
+    constants: list[Any]
 
 
 def rehearse(
@@ -40,8 +64,7 @@ def rehearse(
 ) -> list[Reading]:
     """How the loss reads each value.
 
-    A loss that cannot be traced with parameters that gather themselves reads them whole: what is
-    wrong with it, if anything, it says when it is traced with plain arrays.
+    What is wrong with a loss, if anything, it says when it is traced with plain arrays.
 
     Args:
       subject: the opened state.
@@ -51,10 +74,11 @@ def rehearse(
       options: of the step.
 
     Raises:
-      ValueError: it reads no parameter that trains, or none trains.
+      ValueError: it reads no parameter that trains, or none trains; or devices would differ in
+        what it carries.
 
     Warns:
-      ZeroWarning: parameters of stage 3 are gathered at its start, or it seems to read others.
+      ZeroWarning: parameters are gathered at its start, or it seems to read others.
     """
     parts = axes.size * options.microbatches
     given = (
@@ -67,36 +91,110 @@ def rehearse(
         """A jaxpr of what one device does; parameters are the first of its inputs."""
 
         def on_device(leaves: list[Any], carried: Tree, batch: Tree, key: Any) -> Any:
-            return subject.call(leaves, carried, batch, key, Device(lambda k: k, axes.batch))
+            here = this_device(axes, 0)
+            out, changed, aux = subject.call(leaves, carried, batch, key, here)
+            check_same(carried, changed)
+            return jax.tree.leaves(changed), read_loss(out), aux
 
         mapped = axes.on_devices(on_device, PartitionSpec(), PartitionSpec())
         return jax.make_jaxpr(mapped)(leaves, *given)
 
-    wires = [w.gathered() if options.regather == "keep" else w for w in wires]
-    everything: list[Reading] = ["read whole"] * len(wires)
-    why = _OUTSIDE
-    try:
-        boxed = [_boxed(w, trains=False) for w in wires]
-        closed = trace(boxed)
-    except Exception as error:  # whatever the user's code raises on meeting such a parameter
-        readings, why = everything, _in_a_line(error)
-    else:
-        readings = _find(closed, boxed, given)
-        _check_read(subject, readings, trains, closed.consts)
-        if "at use" in readings:
-            looks = _looks(trace, wires, readings, trains)
-            readings, why = (readings, why) if looks is None else (everything, looks)
+    at_use = [w.gathered() if options.regather == "keep" else w for w in wires]
+
+    def attempt(boxed: Sequence[int]) -> _Heard | str:
+        return _attempt(trace, at_use, trains, set(boxed), given)
+
+    heard, why = _listen(attempt, len(wires))
+    if isinstance(heard, str):
+        return ["read whole"] * len(wires)
+    _check_read(subject, heard.readings, trains, heard.constants)
+    check_alike(subject, heard.jaxpr, len(jax.tree.leaves(given)))
     if options.regather == "layer":
-        warn_of_readings(subject.placements, readings, why)
-    return readings
+        stage = subject.layout.stage
+        warn_of_readings(stage, _held_long(stage, subject.placements, wires, heard.readings), why)
+    return heard.readings
 
 
-def _find(closed: Any, boxed: list[Any], given: Any) -> list[Reading]:
+def _held_long(
+    stage: Stage, placements: list[Placement], wires: list[Wire], readings: list[Reading]
+) -> dict[str, int]:
+    """Path -> bytes of what is whole for long because of how the loss reads it.
+
+    At stage 3 a parameter. Below it a stack's gradient, which is summed up whole in the backward
+    pass of the loop over its layers; that of a single layer is scattered as soon as it is known.
+    """
+    found = {}
+    for placement, wire, reading in zip(placements, wires, readings, strict=True):
+        if stage.partitions_parameters:
+            if reading in ("read whole", "whole stack") and placement.partition.parts > 1:
+                found[wire.path] = placement.total_bytes
+        elif reading == "whole stack" and wire.scatters_at_use and wire.grad.parts > 1:
+            found[wire.path] = prod(wire.grad.shape) * jnp.dtype(wire.reduce).itemsize
+    return found
+
+
+def _listen(
+    attempt: Callable[[Sequence[int]], _Heard | str], count: int
+) -> tuple[_Heard | str, str]:
+    """The readings with as many parameters as possible gathering themselves.
+
+    Args:
+      attempt: which of the parameters do so -> what the loss says to that, or what is against it.
+      count: of parameters.
+
+    Returns:
+      The readings, or what is wrong with the loss itself; and why some are read whole.
+    """
+    heard = attempt(range(count))
+    if not isinstance(heard, str):
+        return heard, _OUTSIDE
+    why, plain = heard, attempt(())
+    if isinstance(plain, str):
+        return plain, why
+    causes = _search(attempt, count)
+    heard = attempt([at for at in range(count) if at not in causes])
+    return (plain if isinstance(heard, str) else heard), why
+
+
+def _search(attempt: Callable[[Sequence[int]], _Heard | str], count: int) -> set[int]:
+    """The parameters that a loss does not take, each alone; all where that takes long to find."""
+    groups, causes = [range(0, count // 2), range(count // 2, count)], set()
+    for _ in range(_TRIES):
+        if not groups:
+            return causes
+        group = groups.pop()
+        if not group or not isinstance(attempt(group), str):
+            continue
+        if len(group) == 1:
+            causes |= {*group}
+        else:
+            half = len(group) // 2
+            groups += [group[:half], group[half:]]
+    return causes if not groups else {*range(count)}
+
+
+def _attempt(
+    trace: Callable[[list[Any]], Any],
+    wires: list[Wire],
+    trains: list[bool],
+    boxed: set[int],
+    given: Any,
+) -> _Heard | str:
+    """Trace the loss with some parameters gathering themselves; see `_listen`."""
+    leaves = [_boxed(w, False) if at in boxed else _plain(w) for at, w in enumerate(wires)]
+    try:
+        closed = trace(leaves)
+    except Exception as error:  # whatever the user's code raises on meeting such a parameter
+        return _in_a_line(error)
     mapped = next(e for e in closed.jaxpr.eqns if e.primitive.name == "shard_map")
-    inside, count = mapped.params["jaxpr"], len(jax.tree.leaves((boxed, given)))
+    inside, count = mapped.params["jaxpr"], len(jax.tree.leaves((leaves, given)))
+    # an NNX norm asks `if self.bias` first, which is a reading of no consequence
+    inside, _ = partial_eval.dce_jaxpr(inside, [True] * len(inside.outvars), instantiate=True)
     values = inside.invars[len(inside.invars) - count :]  # what it closes over comes first
-    found = find_readings(inside, dict(zip(values, range(len(boxed)), strict=False)))
-    return [found[at] for at in range(len(boxed))]
+    found = find_readings(inside, dict(zip(values, range(len(leaves)), strict=False)))
+    heard = _Heard([found[at] for at in range(len(leaves))], inside, closed.consts)
+    looks = _looks(trace, wires, heard.readings, trains) if "at use" in heard.readings else None
+    return heard if looks is None else looks
 
 
 def _looks(

@@ -6,9 +6,10 @@ leaves. Single small leaves that stay whole are in the layout's table.
 """
 
 import math
+import os
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -19,6 +20,9 @@ from .placement import Placement
 from .reporting.tables import bytes_text
 from .stage import Stage
 
+PINNED_LIMIT = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
+"""Variable with the GB of host memory that a process may pin for its GPUs; 64 by default."""
+
 
 class ZeroWarning(UserWarning):
     """A stage, rule or precision that does less than its name says."""
@@ -28,7 +32,8 @@ def warn_if_short(layout: Layout) -> None:
     """Warn about trees that the stage partitions in name only.
 
     Warns:
-      ZeroWarning: the data axis has one device; or a partitioned tree keeps more than half of its
+      ZeroWarning: the data axis has one device, and nothing is offloaded; the host has more than
+        its GPUs may pin; or a partitioned tree keeps more than half of its
         bytes on each device although N > 2, or all of them at N = 2.
     """
     stage, n = layout.stage, layout.size
@@ -39,7 +44,8 @@ def warn_if_short(layout: Layout) -> None:
             f"stage {int(stage)}: the mesh was refined to {dict(layout.mesh.shape)}; under "
             "jax.set_mesh set layout_of(state).mesh for the step, or it compiles twice."
         )
-    if not stage.partitions_optimizer:
+    _warn_of_pinned_limit(layout)
+    if not stage.partitions_optimizer or (n == 1 and layout.offload is not None):
         return
     if n == 1:
         held = bytes_text(sum(total[t] for t in ("params", "opt_state")))
@@ -64,6 +70,20 @@ def warn_if_short(layout: Layout) -> None:
                 f"stage {int(stage)} over {n} devices leaves {bytes_text(held)} of the "
                 f"{bytes_text(whole)} of {name} on every device{_largest(placements, n)}"
             )
+
+
+def _warn_of_pinned_limit(layout: Layout) -> None:
+    """Say that XLA pins less host memory for a process's GPUs than its state takes."""
+    first = layout.mesh.devices.flat[0]
+    own = [d for d in layout.mesh.devices.flat if d.process_index == first.process_index]
+    held = sum(layout.host_bytes_per_device.values()) * len(own)
+    gigabytes = float(os.environ.get(PINNED_LIMIT, 64))
+    if first.platform in ("gpu", "cuda") and held > gigabytes * 1e9:
+        warn(
+            f"offload: {bytes_text(held)} of a process's state lie in host memory, of which GPUs "
+            f"pin at most {gigabytes:g} GB; set {PINNED_LIMIT}={math.ceil(1.25 * held / 1e9)} "
+            "before JAX starts."
+        )
 
 
 def _divisible(tree: Any) -> bool:
@@ -92,23 +112,29 @@ def warn(message: str) -> None:
     warnings.warn(message, ZeroWarning, stacklevel=level)
 
 
-def warn_of_readings(placements: Sequence[Placement], readings: Sequence[str], why: str) -> None:
-    """Warn about partitioned parameters that are gathered at the start of the loss and kept.
+def warn_of_readings(stage: Stage, whole: Mapping[str, int], why: str) -> None:
+    """Warn about parameters that a loss reads such that a device holds more than the stage says.
+
+    Args:
+      stage: of the layout.
+      whole: path -> bytes that a device holds for long, of a parameter, or its gradient below
+        stage 3.
+      why: what the loss does.
 
     Warns:
-      ZeroWarning: stage 3 was to gather them layer by layer.
+      ZeroWarning: there are such.
     """
-    whole = [
-        p
-        for p, reading in zip(placements, readings, strict=True)
-        if reading == "read whole" and p.partition.parts > 1
-    ]
-    if whole:
-        largest = max(whole, key=lambda p: p.total_bytes)
-        held = bytes_text(sum(p.total_bytes for p in whole))
-        warn(
-            f'regather="layer": {len(whole)} parameters, {held}, are gathered at the start of the '
-            f"loss and kept until its end, the largest {largest.leaf.path!r} "
-            f"({bytes_text(largest.total_bytes)}): {why}. Read parameters through a Flax module or "
-            'scan_layers; regather="keep" says that this is meant.'
-        )
+    if not whole:
+        return
+    held, largest = bytes_text(sum(whole.values())), max(whole, key=lambda path: whole[path])
+    what = (
+        f'regather="layer": {len(whole)} parameters, {held}, are gathered at the start of the loss '
+        "and kept until its end"
+        if stage.partitions_parameters
+        else f"stage {int(stage)}: the gradients of {len(whole)} stacks of layers, {held}, stay "
+        "whole on each device until the backward pass ends"
+    )
+    warn(
+        f"{what}, the largest {largest!r} ({bytes_text(whole[largest])}): {why}. Read parameters "
+        'through a Flax module or scan_layers, each once; regather="keep" says that this is meant.'
+    )

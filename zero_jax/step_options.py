@@ -28,7 +28,7 @@ class StepOptions:
     transform_grads: Callable[[Any], Any] | None = None
     nonfinite: NonFinite = "raise"
     frozen: Any = None
-    collections: Mapping[str, Collection] = field(default_factory=dict)
+    collections: Mapping[Any, Collection] = field(default_factory=dict)
     aux: Mapping[str, Combine] = field(default_factory=dict)
     statistics: Statistics = "global"
     after_update: Callable[[Any], Any] | None = None

@@ -33,6 +33,7 @@ from .anatomy import (
 from .collectives import constrain, pad
 from .extended_state import extend
 from .layout import Layout
+from .offload_policy import HostMemory
 from .optimizer import PartitionedOptimizer
 from .options import DEFAULT_MIN_SIZE, Executor, Options, check_options
 from .precision import Precision
@@ -53,6 +54,7 @@ def shard_train_state(
     precision: Precision | None = None,
     rules: Mapping[str, Rule] | None = None,
     executor: Executor = "annotated",
+    offload: HostMemory | None = None,
     tx: Any = None,
 ) -> S:
     """Lay a training state out for a ZeRO stage (arXiv 1910.02054, section 5).
@@ -71,6 +73,8 @@ def shard_train_state(
       executor: who reads the parameters. "annotated": the user's own step, which needs their
         shapes. "explicit": only `make_train_step`, so that at stage 3 a parameter that no dim
         divides is padded at rest as its moments are.
+      offload: `HostMemory()` keeps the optimizer state, master copies included, in the host's
+        pinned memory; both executors stream it through the device. Scalars stay on the device.
       tx: for a state without a `tx` of its own, the optimizer its step uses, wrapped by
         `partition_optimizer`; for a dict of states, a dict of them.
 
@@ -89,7 +93,7 @@ def shard_train_state(
         return map_states(
             lambda one, its_tx: shard_train_state(
                 one, stage, mesh=mesh, axis=axis, min_size=min_size,
-                precision=precision, rules=rules, executor=executor, tx=its_tx,
+                precision=precision, rules=rules, executor=executor, offload=offload, tx=its_tx,
             ), state, tx,
         )  # fmt: skip
     if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(state)):
@@ -97,7 +101,7 @@ def shard_train_state(
             "state: its leaves are traced; call shard_train_state outside of jit, or give the "
             "function that makes the state to init_train_state."
         )
-    options = check_options(state, stage, mesh, axis, min_size, precision, rules, executor)
+    options = check_options(state, stage, mesh, axis, min_size, precision, rules, executor, offload)
     anatomy = open_state(state, tx)
     if is_compile_only(options.mesh) and not all(map(_is_abstract, jax.tree.leaves(state))):
         raise ValueError(
@@ -119,6 +123,7 @@ def init_train_state(
     precision: Precision | None = None,
     rules: Mapping[str, Rule] | None = None,
     executor: Executor = "annotated",
+    offload: HostMemory | None = None,
     tx: Any = None,
 ) -> S:
     """Build a training state that never exists whole on any device.
@@ -130,12 +135,13 @@ def init_train_state(
       args: its arguments, arrays (a key, no seed; bind what is static with `functools.partial`).
         If one is a `ShapeDtypeStruct`, or the mesh cannot hold arrays here, the state that comes
         back is abstract.
-      stage, mesh, axis, min_size, precision, rules, executor, tx: as in `shard_train_state`.
+      stage, mesh, axis, min_size, precision, rules, executor, offload, tx: as in
+        `shard_train_state`.
 
     Returns:
       The state, each leaf born in its place.
     """
-    options = check_options(None, stage, mesh, axis, min_size, precision, rules, executor)
+    options = check_options(None, stage, mesh, axis, min_size, precision, rules, executor, offload)
     birth = _birth(create, args, options, tx)
     described = any(map(_is_abstract, jax.tree.leaves(args)))
     if described or is_compile_only(options.mesh):
@@ -153,13 +159,14 @@ def lower_init_train_state(
     precision: Precision | None = None,
     rules: Mapping[str, Rule] | None = None,
     executor: Executor = "annotated",
+    offload: HostMemory | None = None,
     tx: Any = None,
 ) -> jax.stages.Lowered:
     """The initialisation that `init_train_state` runs, lowered and not run.
 
     `.compile().memory_analysis()` says what a device holds meanwhile: its part and one leaf.
     """
-    options = check_options(None, stage, mesh, axis, min_size, precision, rules, executor)
+    options = check_options(None, stage, mesh, axis, min_size, precision, rules, executor, offload)
     return _birth(create, args, options, tx).jitted.lower(*args)
 
 

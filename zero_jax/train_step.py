@@ -27,6 +27,7 @@ from .collectives import Combine
 from .compiler_options import compiler_options
 from .explicit_step import Metrics, explicit_step
 from .faults import Watch
+from .offload.described import describe_memories
 from .step_options import (
     Collection,
     NonFinite,
@@ -54,7 +55,7 @@ def make_train_step(
     transform_grads: Callable[[Tree], Tree] | None = None,
     nonfinite: NonFinite = "raise",
     frozen: Callable[[str], bool] | Tree | None = None,
-    collections: Mapping[str, Collection] | None = None,
+    collections: Mapping[Any, Collection] | None = None,
     aux: Mapping[str, Combine] | None = None,
     statistics: Statistics = "global",
     after_update: Callable[[Any], Any] | None = None,
@@ -87,10 +88,14 @@ def make_train_step(
         reduced or stored for it, and it never changes.
       collections: field of the state -> rule. The loss gets the field as a keyword argument;
         "read" is all that happens to such a one (a frozen model, say), else the loss returns it
-        changed in its aux and devices' values are joined by "mean", "sum", "max" or "min". Under
-        "mean" integers must be alike on every device. Not for NNX: its variables are averaged.
+        changed in its aux and devices' values are joined: "mean", "max", "min", or "sum", which is
+        the old value and what all devices and microbatches have added to it. Integers have no
+        mean: under "mean" they may only change as they do on every device (a count of steps), and
+        one that depends on the batch raises. For NNX a rule belongs to a type of Variable or its
+        name, `{nnx.BatchStat: "mean", "Count": "sum"}`; the nearest class counts, and all others
+        have "mean".
       aux: entry of the loss's aux -> how values of devices and microbatches are joined; the mean by
-        default.
+        default. Means and sums come in 32 bits at least.
       statistics: BatchNorm takes its statistics over the whole batch ("global", as on one device)
         or over one device's rows ("local").
       after_update: state -> state after the optimizer (moving averages, say), on logical shapes of
@@ -169,8 +174,10 @@ class TrainStep:
         jitted = self._make_jitted(state)
         if flax_nnx.is_nnx(state):
             graph, variables = nnx.split(state)
-            return jitted.lower(variables, batch, self._key(rng), graph)
-        return jitted.lower(state, batch, self._key(rng))
+            lowered = jitted.lower(variables, batch, self._key(rng), graph)
+        else:
+            lowered = jitted.lower(state, batch, self._key(rng))
+        return describe_memories(lowered, state, self._tx)
 
     def _key(self, rng: Any) -> Any:
         if rng is not None and self._options.takes_rng == "no":
@@ -227,8 +234,16 @@ def step_compiler_options(state: Any) -> dict[str, Any]:
 
 def _is_traced(state: Any, batch: Tree) -> bool:
     """Whether the step is part of a jit of the user's, which has its own compiler options."""
-    leaves = jax.tree.leaves(state)[:1] + jax.tree.leaves(batch)[:1]
-    return any(isinstance(leaf, Tracer) for leaf in leaves)
+    return any(isinstance(_first_leaf(tree), Tracer) for tree in (state, batch))
+
+
+def _first_leaf(tree: Any) -> Any:
+    """The first leaf, None without one; the rest, which may be long, is not looked at."""
+    level = jax.tree_util.default_registry.flatten_one_level(tree)
+    if level is None:
+        return tree
+    found = (_first_leaf(child) for child in level[0] if child is not None)
+    return next((leaf for leaf in found if leaf is not None), None)
 
 
 def _takes_rng(loss_fn: Callable[..., Any], collections: Mapping[str, Any]) -> TakesRng:

@@ -9,6 +9,7 @@ are gathered and a step that is skipped keeps its bits.
 Not here: gradients and their reduction (`gradients`), clipping (`train_step`).
 """
 
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -18,6 +19,9 @@ import optax
 from .collectives import constrain, pad, unpad
 from .extended_state import split_scale
 from .master_weights import MasterWeights, master_leaves
+from .memories import is_host
+from .offload.grouping import Input, Output
+from .offload.streams import stream
 from .optimizer import PartitionedOptimizer
 from .placement import Placement
 from .precision import round_to
@@ -31,7 +35,8 @@ def apply_update(
     opt_state: Any,
     params: Tree,
     *,
-    keep: jax.Array,
+    factor: jax.Array | None,
+    keep: jax.Array | None,
     frozen: list[bool],
     loss: jax.Array,
 ) -> tuple[Tree, Any]:
@@ -39,10 +44,12 @@ def apply_update(
 
     Args:
       tx: the wrapped optimizer.
-      gradients: one for each parameter, in flight: logical shapes under `layout.updates`.
+      gradients: one for each parameter, in flight: logical shapes under `layout.updates`; or on
+        the host, at rest as `layout.updates` says.
       opt_state: at rest, without the loss scale.
       params: at rest.
-      keep: a bool (); if False everything stays as it is, bit for bit.
+      factor: fp32 (), by which gradients are multiplied (clipping, the loss scale); None is 1.
+      keep: a bool (); if False everything stays as it is, bit for bit. None is True.
       frozen: parameters that stay whatever the optimizer says.
       loss: of the step, for transformations that ask for a `value`.
 
@@ -51,15 +58,68 @@ def apply_update(
     """
     layout = tx.layout
     assert layout is not None
-    leaves, structure = jax.tree.flatten(params)
+    structure, state_structure = jax.tree.structure(params), jax.tree.structure(opt_state)
     rests, parts = jax.tree.leaves(layout.params), jax.tree.leaves(layout.updates)
-    _, placed_state = split_scale(layout.opt_state)
-    places, shape_of_state = jax.tree.leaves(placed_state), jax.tree.structure(opt_state)
-    state = [unpad(x, p) for x, p in zip(jax.tree.leaves(opt_state), places, strict=True)]
-    state = shape_of_state.unflatten(state)
-    old = [constrain(unpad(x, r), p.flight) for x, r, p in zip(leaves, rests, parts, strict=True)]
+    places = jax.tree.leaves(split_scale(layout.opt_state)[1])
+    leaves, state = jax.tree.leaves(params), jax.tree.leaves(opt_state)
+    n = len(leaves)
+
+    def compute(*flat: Any) -> list[Any]:
+        gradients, old, state = (
+            [times(g, factor) for g in flat[:n]],
+            list(flat[n : 2 * n]),
+            list(flat[2 * n :]),
+        )
+        old = [constrain(x, p.flight) for x, p in zip(old, parts, strict=True)]
+        trees = structure, state_structure.unflatten(state)
+        moved, after = _move(tx, gradients, old, *trees, keep=keep, frozen=frozen, loss=loss)
+        pairs = zip(moved, leaves, parts, strict=True)
+        return [*(_narrow(m, x.dtype, part) for m, x, part in pairs), *after]
+
+    if layout.offload is not None:
+        inputs = [
+            *(_gradient(g, p) for g, p in zip(gradients, parts, strict=True)),
+            *(Input(x, p) for x, p in zip([*leaves, *state], [*rests, *places], strict=True)),
+        ]
+        outputs = [Output(p, n + at) for at, p in enumerate([*rests, *places])]
+        results = stream(compute, inputs, outputs, layout.offload.chunk_bytes)
+    else:
+        logical = [unpad(x, p) for x, p in zip([*leaves, *state], [*rests, *places], strict=True)]
+        results = compute(*gradients, *logical)
+        results = [pad(x, p) for x, p in zip(results, [*rests, *places], strict=True)]
+    new = [x if stays else y for x, y, stays in zip(leaves, results[:n], frozen, strict=True)]
+    return structure.unflatten(new), state_structure.unflatten(results[n:])
+
+
+def _gradient(g: jax.Array, part: Placement) -> Input:
+    """A gradient as an input of the stream."""
+    if is_host(g):
+        return Input(g, replace(part, memory="pinned_host"))
+    return Input(g, part, in_flight=True)
+
+
+def times(g: Any, factor: jax.Array | None) -> Any:
+    """A gradient times a factor, in fp32 at least: fp16 would lose what a scale has saved."""
+    if factor is None or not jnp.issubdtype(g.dtype, jnp.inexact):
+        return g
+    wide = g.astype(jnp.promote_types(g.dtype, jnp.float32))
+    return wide * factor.astype(wide.real.dtype)
+
+
+def _move(
+    tx: PartitionedOptimizer,
+    gradients: list[Any],
+    old: list[Any],
+    structure: Any,
+    state: Any,
+    *,
+    keep: jax.Array | None,
+    frozen: list[bool],
+    loss: jax.Array,
+) -> tuple[list[Any], list[Any]]:
+    """The weights after the update, wide, and the leaves of the new state; logical, in flight."""
     has_masters = isinstance(state, MasterWeights)
-    masters = master_leaves(state) if has_masters else [None] * len(leaves)
+    masters = master_leaves(state) if has_masters else [None] * len(old)
     weights = [o if m is None else m for o, m in zip(old, masters, strict=True)]
     gradients = [g.astype(w.dtype) for g, w in zip(gradients, weights, strict=True)]
     inner = state.inner if has_masters else state
@@ -68,22 +128,17 @@ def apply_update(
     )
     moved = jax.tree.leaves(optax.apply_updates(structure.unflatten(weights), deltas))
     moved = [w if stays else m for w, m, stays in zip(weights, moved, frozen, strict=True)]
-    moved = [jnp.where(keep, m, w) for m, w in zip(moved, weights, strict=True)]
-    moved_inner = jax.tree.map(lambda new, was: jnp.where(keep, new, was), moved_inner, inner)
-    new = [
-        x if stays else _to_rest(m, x.dtype, rest, part)
-        for x, m, stays, rest, part in zip(leaves, moved, frozen, rests, parts, strict=True)
-    ]
+    if keep is not None:
+        moved = [jnp.where(keep, m, w) for m, w in zip(moved, weights, strict=True)]
+        moved_inner = jax.tree.map(lambda new, was: jnp.where(keep, new, was), moved_inner, inner)
     if has_masters:
         kept = iter([m for m, master in zip(moved, masters, strict=True) if master is not None])
         moved_inner = MasterWeights(jax.tree.map(lambda _: next(kept), state.master), moved_inner)
-    after = jax.tree.leaves(moved_inner)
-    at_rest = [pad(jnp.asarray(x), p) for x, p in zip(after, places, strict=True)]
-    return structure.unflatten(new), jax.tree.structure(moved_inner).unflatten(at_rest)
+    return moved, [jnp.asarray(x) for x in jax.tree.leaves(moved_inner)]
 
 
-def _to_rest(moved: jax.Array, dtype: Any, rest: Placement, part: Placement) -> jax.Array:
+def _narrow(moved: jax.Array, dtype: Any, part: Placement) -> jax.Array:
     """The new parameter in its dtype at rest, which is what crosses the wire."""
     if moved.dtype != dtype:
         moved = round_to(moved, dtype)
-    return pad(constrain(moved.astype(dtype), part.flight), rest)
+    return constrain(moved.astype(dtype), part.flight)

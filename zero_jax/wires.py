@@ -22,6 +22,7 @@ from .at_use import Wire
 from .collectives import Cut, cut_of
 from .layout import Layout
 from .mesh import spelled, torus_mesh
+from .offload_policy import streams_by_layer
 from .placement import Placement
 from .precision import Precision
 from .step_options import StepOptions
@@ -75,6 +76,7 @@ def wires_of(subject: Subject, options: StepOptions, axes: Axes) -> list[Wire]:
     stage, many = layout.stage, options.microbatches > 1
     early = not many or (stage.partitions_gradients and options.reduce == "each")
     updates = [*jax.tree.leaves(layout.updates), *subject.placements[subject.trained :]]
+    sent = _sent_to_host(layout, options, early)
     wires = []
     for pair in zip(subject.placements, updates, strict=True):
         rest, update = (replace(placement, mesh=axes.mesh) for placement in pair)
@@ -90,9 +92,33 @@ def wires_of(subject: Subject, options: StepOptions, axes: Axes) -> list[Wire]:
                 scatters_at_use=early,
                 summed_at_use=() if many else others,
                 summed_late=others if many else (),
+                on_host=rest.on_host,
+                grad_on_host=rest.leaf.path in sent,
             )
         )
     return wires
+
+
+def _sent_to_host(layout: Layout, options: StepOptions, early: bool) -> frozenset[str]:
+    """Paths of parameters whose gradients wait in host memory.
+
+    Raises:
+      ValueError: the policy says so, and the step cannot.
+    """
+    where = "device" if layout.offload is None else layout.offload.gradients
+    leaves = [p.leaf for p in jax.tree.leaves(layout.params)]
+    able = frozenset(x.path for x in leaves if streams_by_layer(x.path, x.shape, layout.stacked))
+    hinders = [
+        *(["it sums them over microbatches"] if options.microbatches > 1 or not early else []),
+        *(["transform_grads wants them on the device"] if options.transform_grads else []),
+        *([] if able else ['no parameter of three dims or more has the rule "stacked"']),
+    ]
+    if where == "host" and hinders:
+        raise ValueError(
+            f'offload: HostMemory(gradients="host"), but this step cannot send them: {hinders[0]}. '
+            'Use gradients="auto", or change the step.'
+        )
+    return able if where != "device" and not hinders else frozenset()
 
 
 def gradient_cut(update: Placement) -> Cut:

@@ -2,15 +2,16 @@
 
 import optax
 
-from . import schema
+from .schema import LanguageModelRun
 
 
-def make_optimizer(o: schema.Optimizer, steps: int) -> optax.GradientTransformation:
-    """Build optimizer, schedule and clipping for a run of `steps`.
+def make_optimizer(cfg: LanguageModelRun) -> optax.GradientTransformation:
+    """Build optimizer, schedule and clipping; the explicit executor clips by itself.
 
     The learning rate rises linearly and falls along a cosine to `final_fraction` of its top. A run
     shorter than two warm-ups warms up during its first half.
     """
+    o, steps = cfg.optimizer, cfg.run.steps
     rate = optax.warmup_cosine_decay_schedule(
         init_value=0.0,
         peak_value=o.learning_rate,
@@ -26,6 +27,6 @@ def make_optimizer(o: schema.Optimizer, steps: int) -> optax.GradientTransformat
         tx = optax.lamb(rate, o.b1, o.b2, weight_decay=o.weight_decay)
     else:
         tx = optax.adafactor(rate, weight_decay_rate=o.learning_rate * o.weight_decay)
-    if o.clip_norm is None:
+    if o.clip_norm is None or cfg.step.executor == "explicit":
         return tx
     return optax.chain(optax.clip_by_global_norm(o.clip_norm), tx)

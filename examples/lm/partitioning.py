@@ -1,4 +1,4 @@
-"""What the `[zero]` section asks of `zero_jax`, and the layouts of one model at every stage."""
+"""What `[zero]` and `[offload]` ask of `zero_jax`, and the layouts of one model at every stage."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -38,7 +38,14 @@ def zero_options(
         "precision": zero_jax.Precision.bf16() if half else None,
         "rules": {"blocks/*": "stacked"},
         "executor": cfg.step.executor,
+        "offload": _offload(cfg.offload),
     }
+
+
+def _offload(o: schema.Offload) -> zero_jax.HostMemory | None:
+    if not o.optimizer:
+        return None
+    return zero_jax.HostMemory(o.params, o.gradients, o.chunk_mib * 2**20)
 
 
 def _mesh(cfg: schema.LanguageModelRun, devices: Sequence[Any] | None) -> Mesh:

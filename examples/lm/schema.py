@@ -138,6 +138,28 @@ class Zero:
 
 
 @dataclass(frozen=True)
+class Offload:
+    """What lies in host memory between steps; see `zero_jax.HostMemory`.
+
+    Attributes:
+      optimizer: the optimizer state, master copies included.
+      params: the matrices of the layers, too; for the explicit executor.
+      gradients: where those of the layers wait for the update.
+      chunk_mib: how much of the state is moved at a time, in MiB.
+    """
+
+    optimizer: bool = False
+    params: bool = False
+    gradients: Literal["auto", "host", "device"] = "auto"
+    chunk_mib: int = 256
+
+    def __post_init__(self) -> None:
+        _at_least(self, chunk_mib=1)
+        if self.params and not self.optimizer:
+            raise ValueError("offload.params=true needs offload.optimizer=true.")
+
+
+@dataclass(frozen=True)
 class Run:
     """How long, how often, and where to.
 
@@ -178,6 +200,7 @@ class LanguageModelRun:
     optimizer: Optimizer = Optimizer()
     step: Step = Step()
     zero: Zero = Zero()
+    offload: Offload = Offload()
     run: Run = Run()
 
     def __post_init__(self) -> None:

@@ -32,7 +32,9 @@ def _explicit_step(cfg: LanguageModelRun) -> Step:
     def loss_fn(params, batch: Batch):
         return mean_loss(model.apply({"params": params}, batch["inputs"]), batch["targets"])
 
-    step = zero_jax.make_train_step(loss_fn, microbatches=cfg.step.microbatches)
+    step = zero_jax.make_train_step(
+        loss_fn, microbatches=cfg.step.microbatches, clip_norm=cfg.optimizer.clip_norm
+    )
 
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, jax.Array]:
         state, metrics = step(state, batch)

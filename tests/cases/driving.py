@@ -189,7 +189,6 @@ def train(
     *,
     watch: Callable[[Tree], Tree] = lambda params: params,
     keep: tuple[int, ...] = (),
-    optimized: bool = False,
     step: Any = None,
 ) -> Run:
     """Call the program's own step, jitted and donating its state, once for each batch.
@@ -201,13 +200,10 @@ def train(
       batches: one for each step.
       watch: parameters -> what `Run.trail` keeps of them.
       keep: numbers of steps after which `Run.kept` has all parameters.
-      optimized: with LLVM's optimisation. Without it a compile takes two thirds of the time and a
-        step longer; what is partitioned, and how, is the same.
       step: a jitted step to call in place of the program's own.
     """
     donated = 0 if opened.layouts else ()  # on one device C02 holds one array in two places
-    compiler = None if optimized else {"xla_backend_optimization_level": 0}
-    jitted = step or jax.jit(opened.step, donate_argnums=donated, compiler_options=compiler)
+    jitted = step or jax.jit(opened.step, donate_argnums=donated)
     start = copy(opened.read(opened.state)[0])
     before = placed(opened.state) if opened.layouts else {}
     run = Run(opened, jitted, [], start, [], [], [], 0, opened.state)

@@ -66,7 +66,6 @@ class Case:
         has to say so.
       statistics: modules with running statistics; parameters shaped like them stay whole.
       watch: params -> what is kept of them after each step.
-      optimized: compile as `train` says: for long steps.
     """
 
     program: ModuleType
@@ -81,7 +80,6 @@ class Case:
     short_of_parameters: bool = False
     statistics: tuple[str, ...] = ()
     watch: Callable[[Tree], Tree] = lambda params: params
-    optimized: bool = False
 
     def build(self, **options: Any) -> dict[str, Any]:
         return self.program.build(**self.options, **options)
@@ -99,7 +97,6 @@ CASES = {
         run_for=20,
         opt_share=1.01 / 8,
         watch=lambda params: params["wte"]["embedding"][-5:],
-        optimized=True,
     ),
     "c02": Case(
         c02_convnet_batchstats_ema,
@@ -153,7 +150,7 @@ def run(name: str, stage: int | None) -> Run:
     case = CASES[name]
     program = opened(name, stage)
     batches = [program.built["batch"](i) for i in range(case.run_for)]
-    return train(program, batches, watch=case.watch, keep=(case.steps,), optimized=case.optimized)
+    return train(program, batches, watch=case.watch, keep=(case.steps,))
 
 
 class Recorded(NamedTuple):

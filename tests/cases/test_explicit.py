@@ -201,9 +201,8 @@ def _avals(tree):
 
 
 @table.programs("c03", "c12")
-def test_parameters_that_are_gathered_at_the_start_are_named(name):
-    """Stage 3 was asked to gather at use, and a function of a dict has no place to do it."""
+def test_parameters_of_a_dict_are_gathered_at_use(name):
+    """A function of a dict computes with them as with arrays; none is gathered at the start."""
     program = opened(name, 3, regather="layer")
     batch = zero_jax.shard_batch(program.built["batch"](0), program.layouts[""])
-    with pytest.warns(zero_jax.ZeroWarning, match=r"\d+ parameters, .* are gathered at the start"):
-        program.made[0].lower(program.state, batch)
+    program.made[0].lower(program.state, batch)  # a ZeroWarning would be an error

@@ -1,6 +1,7 @@
 """The examples run, agree over the stages, and leave behind what they promise."""
 
 import csv
+import functools
 import os
 import re
 import subprocess
@@ -19,6 +20,7 @@ from lm.partitioning import layouts_by_stage
 from zero_jax import config
 
 ROOT = Path(__file__).parents[2]
+pytestmark = pytest.mark.xdist_group("train_lm")  # they share runs
 STEPS, EVAL_EVERY = 5, 2
 TINY = f"""
 [model]
@@ -92,23 +94,45 @@ def test_stages_0_and_3_train_alike(folders):
     assert float(plain[-1]["loss"]) < first
 
 
-def test_microbatches_and_tensor_parallelism_train_alike(tiny, tmp_path):
-    """Four runs of the same 16 rows a step: their losses differ by rounding."""
-    runs = {
-        "plain": (0, ()),
-        "microbatches": (2, ("step.microbatches=2",)),
-        "tensor parallel": (1, ("zero.model_parallel=2",)),
-        "both, at stage 3": (3, ("step.microbatches=4", "zero.model_parallel=2")),
-    }
-    losses = {}
-    for name, (stage, overrides) in runs.items():
-        quick = ("data.batch_size=16", "run.eval_batches=1", "run.sample_bytes=0")
-        run(train_lm, tiny, stage, *quick, *overrides, f"run.folder={tmp_path.as_posix()}/{name}")
-        losses[name] = [float(row["loss"]) for row in metrics(tmp_path / name)]
-    for name in runs:
-        assert losses[name] == pytest.approx(losses["plain"], abs=1e-4 * losses["plain"][0]), name
-    layout = (tmp_path / "tensor parallel" / "layout.txt").read_text()
-    assert "data=4, model=2" in layout and "'model'" in layout
+@pytest.fixture(scope="module")
+def own_losses(tiny, tmp_path_factory):
+    """Of an example, the losses of the script's own step at stage 0; each is run once."""
+
+    @functools.cache
+    def losses(example):
+        return quick_losses(example, tiny, 0, (), tmp_path_factory.mktemp("own") / "run")
+
+    return losses
+
+
+def quick_losses(example, tiny, stage, overrides, folder):
+    """Losses of a run with 16 rows a step, and of its validations."""
+    quick = ("data.batch_size=16", "run.eval_batches=1", "run.sample_bytes=0")
+    run(example, tiny, stage, *quick, *overrides, f"run.folder={folder.as_posix()}")
+    rows = metrics(folder)
+    validated = [float(row["val_loss"]) for row in rows if row["val_loss"]]
+    return [float(row["loss"]) for row in rows] + validated
+
+
+@pytest.mark.parametrize(
+    "stage, overrides",
+    [
+        (2, ("step.microbatches=2",)),
+        (1, ("zero.model_parallel=2",)),
+        (3, ("step.microbatches=4", "zero.model_parallel=2")),
+    ],
+    ids=["microbatches", "tensor parallel", "both, at stage 3"],
+)
+def test_microbatches_and_tensor_parallelism_train_alike(
+    stage, overrides, tiny, own_losses, tmp_path
+):
+    """The same 16 rows a step: losses differ by rounding."""
+    expected = own_losses(train_lm)
+    losses = quick_losses(train_lm, tiny, stage, overrides, tmp_path / "run")
+    assert losses == pytest.approx(expected, abs=1e-4 * expected[0])
+    if "zero.model_parallel=2" in overrides:
+        layout = (tmp_path / "run" / "layout.txt").read_text()
+        assert "data=4, model=2" in layout and "'model'" in layout
 
 
 EXPLICIT = ("step.executor=explicit",)
@@ -125,17 +149,11 @@ PREFETCH = (*EXPLICIT, "step.layer_loop=prefetch", "model.remat=true")
     ],
     ids=["linen", "linen-tensor-parallel", "nnx", "nnx-prefetch"],
 )
-def test_executors_train_alike(example, stage, overrides, tiny, tmp_path):
+def test_executors_train_alike(example, stage, overrides, tiny, own_losses, tmp_path):
     """The library's step against the script's own, to rounding."""
-    losses = []
-    for name, (at, changes) in {"own": (0, ()), "library's": (stage, overrides)}.items():
-        quick = ("data.batch_size=16", "run.eval_batches=1", "run.sample_bytes=0")
-        folder = tmp_path / name
-        run(example, tiny, at, *quick, *changes, f"run.folder={folder.as_posix()}")
-        rows = metrics(folder)
-        validated = [float(row["val_loss"]) for row in rows if row["val_loss"]]
-        losses.append([float(row["loss"]) for row in rows] + validated)
-    assert losses[1] == pytest.approx(losses[0], abs=1e-4 * losses[0][0])
+    expected = own_losses(example)
+    losses = quick_losses(example, tiny, stage, overrides, tmp_path / "run")
+    assert losses == pytest.approx(expected, abs=1e-4 * expected[0])
 
 
 def test_what_the_nnx_script_does_not_do_is_said(tiny):

@@ -38,13 +38,13 @@ def rows(counts, totals):
     return {"x": x.astype(np.float32) + 7 * (1 - mask), "mask": mask}
 
 
-def run(batch, n, microbatches, stage=2, loss=tokens, **options):
+def run(batch, n, microbatches, stage=2, loss=tokens, precision=None, **options):
     """One step of sgd 1.0 on n devices: metrics and the change of the parameters."""
     tx = zero_jax.partition_optimizer(optax.sgd(1.0, momentum=0.9))
     params = create()
     state = {"params": params, "opt_state": tx.init(params)}
     state = zero_jax.shard_train_state(
-        state, stage, mesh=mesh_of(data=n), executor="explicit", tx=tx
+        state, stage, mesh=mesh_of(data=n), executor="explicit", tx=tx, precision=precision
     )
     options = {"microbatches": microbatches, "regather": "keep"} | options
     step = zero_jax.make_train_step(loss, tx=tx, compiler_options=FAST, **options)
@@ -106,6 +106,22 @@ def test_weights_may_cancel_in_a_part():
     batch["mask"][1::2] *= -1
     metrics, gradient = run(batch, 2, 2)
     is_token_mean(batch, metrics, gradient)  # weight 2 (4 - 1), total 2 (8 - 3)
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+@pytest.mark.parametrize("reduce", [jnp.float16, jnp.bfloat16])
+def test_sums_are_wider_than_the_wire(stage, reduce):
+    """Every part weighs 131072 and has a gradient of 1: their product is no fp16 number.
+
+    In bf16 256 + 1 is 256: of 512 ones the mean would be a half.
+    """
+
+    def loss(params, batch):
+        return batch["x"][0] * jnp.sum(params["w"]) * 2.0**17, jnp.float32(2.0**17)
+
+    half = zero_jax.Precision(reduce=reduce)
+    _, gradient = run({"x": np.ones(1024, np.float32)}, 2, 512, stage, loss, precision=half)
+    np.testing.assert_array_equal(gradient["w"], 1.0)
 
 
 @functools.cache

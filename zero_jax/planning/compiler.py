@@ -15,6 +15,7 @@ import numpy as np
 
 from ..batch import shard_batch
 from ..layout import Layout
+from ..offload.described import describe_memories
 from ..reporting.hlo import audit
 from ..train_state import init_train_state, layout_of
 from .program import Program
@@ -80,6 +81,7 @@ def ask_compiler(program: Program, topology: Topology) -> Compiled:
     state, batch, layout = lay_out(program)
     began = time.perf_counter()
     lowered = jax.jit(program.step, donate_argnums=0).lower(state, batch)
+    lowered = describe_memories(lowered, state)
     compiled = lowered.compile(compiler_options=dict(program.compiler_options(state)))
     seconds = time.perf_counter() - began
     nodes = topology.devices_per_node if topology.nodes > 1 else None

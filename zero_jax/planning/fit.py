@@ -4,7 +4,7 @@ Candidates differ from the configuration in the ZeRO stage, in recomputing layer
 microbatches. The smallest change that fits is looked for in order: nothing changed, then one thing,
 then two, then three; among changes of the same number the one with the shortest predicted step.
 
-Not here: offload to host memory or disk, which no step can do yet; other batch sizes, other models,
+Not here: offload to host memory or disk; other batch sizes, other models,
 tensor parallelism, which change the training.
 """
 

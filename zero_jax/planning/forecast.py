@@ -109,8 +109,16 @@ def forecast(
       program: built for the devices of `topology`.
       topology: the machine.
       memory_bytes: of one device.
+
+    Raises:
+      ValueError: its state is offloaded.
     """
     state, batch, layout = lay_out(program)
+    if layout.offload is not None:
+        raise ValueError(
+            f"{program.name}: its state lies on the host, and a forecast counts it on the device; "
+            "ask the compiler: TrainStep.lower(state, batch).compile().memory_analysis()."
+        )
     region = trace(program.step, state, batch)
     temporaries = temporaries_bytes(region, topology.accelerator.platform)
     params: list[Placement] = jax.tree.leaves(layout.params)

@@ -1,0 +1,98 @@
+"""Law: with its state on the host, a model trains on a device that could not hold it.
+
+Whole steps of the language model in one executable, compiled for one H100: bf16 parameters, fp32
+master copies and moments on the host, gradients in bf16, clipping, four rows of 1024 tokens.
+"""
+
+import dataclasses
+from functools import cache
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax.training.train_state import TrainState
+from plan_lm import program
+
+import zero_jax
+from zero_jax import HostMemory
+from zero_jax.offload.described import describe_memories
+from zero_jax.planning.topology import compile_only_devices
+from zero_jax.reporting.hlo import audit
+
+pytestmark = [
+    pytest.mark.aot,
+    pytest.mark.xdist_group("offload compiled"),
+]
+CONFIGS = Path(__file__).parents[2] / "configs"
+HALF = dataclasses.replace(zero_jax.Precision.bf16(), reduce=jnp.bfloat16)
+GIB = 2**30
+
+
+@cache
+def compiled(layers, width, params):
+    """Number of parameters, and the memory of the step."""
+    devices = compile_only_devices("h100:1x1")
+    model = {"layers": layers, "hidden": width, "heads": width // 128, "sequence_length": 1024}
+    said = [f"model.{key}={value}" for key, value in model.items()] + ["data.batch_size=4"]
+    said += ["step.executor=explicit", "step.layer_loop=prefetch", "model.remat=true"]
+    p = program(CONFIGS / "lm_gpt2_small.toml", [*said, "model.vocab_size=50304"], None, devices)
+    options = p.options | {"precision": HALF, "offload": HostMemory(params=params)}
+    with pytest.warns(zero_jax.ZeroWarning, match=r"XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB=\d\d\d"):
+        state = zero_jax.init_train_state(p.create, *p.arguments, stage=1, **options)
+    lowered = jax.jit(p.step, donate_argnums=0).lower(state, zero_jax.shard_batch(p.batch, state))
+    executable = describe_memories(lowered, state).compile(
+        compiler_options=p.compiler_options(state)
+    )
+    layout = zero_jax.layout_of(state)
+    size = sum(int(np.prod(p.leaf.shape)) for p in jax.tree.leaves(layout.params))
+    return size, audit(executable, layout.mesh).memory
+
+
+def test_13_billion_parameters_on_a_device_of_32_gigabytes():
+    """The host holds 12 bytes a parameter, and the gradients, once."""
+    size, memory = compiled(62, 4096, False)
+    assert 12.6e9 < size < 13e9
+    assert memory.peak_bytes <= 30.0 * GIB
+    assert memory.host_peak_bytes <= 1.05 * (12 + 2) * size
+
+
+def test_40_billion_with_the_parameters_on_the_host():
+    """Twice the depth: what is kept of the layers more is their inputs, and nothing else."""
+    size, memory = compiled(50, 8192, True)
+    _, half = compiled(25, 8192, True)
+    assert size > 40e9
+    assert memory.peak_bytes < 32 * GIB
+    assert memory.host_peak_bytes <= 1.05 * (14 + 2) * size
+    inputs = 25 * 4 * 1024 * 8192 * 2
+    vectors = 25 * 13 * 8192 * 2 * 2  # biases and norms stay, and so do their gradients
+    assert memory.peak_bytes - half.peak_bytes <= inputs + vectors + 2**20
+
+
+@pytest.mark.parametrize("machine", ["h100:1x1", "v6e:2x2"])
+def test_an_update_passes_in_three_chunks_and_in_place(machine):
+    """48 matrices of 4 million, Adam: a chunk is a twelfth of them, in three arrays."""
+    mesh = jax.sharding.Mesh(np.array(compile_only_devices(machine)[:1]), ("data",))
+    held, chunk = 48 * 1024 * 4096, 4 * 1024 * 4096 * (4 + 4 + 4)
+
+    def create():
+        params = {"w": jnp.zeros((48, 1024, 4096))}
+        return TrainState.create(apply_fn=None, params=params, tx=optax.adam(1e-3))
+
+    state = zero_jax.init_train_state(
+        create, stage=1, mesh=mesh, executor="explicit", rules={"w": "stacked"},
+        precision=zero_jax.Precision.bf16(),
+        offload=HostMemory(chunk_bytes=chunk, gradients="device"),
+    )  # fmt: skip
+
+    def loss(params, batch):
+        return jnp.mean(jnp.square(params["w"].astype(jnp.float32))) * jnp.mean(batch)
+
+    batch = zero_jax.shard_batch(jax.ShapeDtypeStruct((8,), jnp.float32), state)
+    executable = zero_jax.make_train_step(loss).lower(state, batch).compile()
+    memory = audit(executable, mesh).memory
+    assert memory.host_peak_bytes <= 12 * held + 2 * chunk
+    gradients = 4 * held  # in fp32, as they are reduced
+    assert memory.temp_bytes <= gradients + 3 * chunk

@@ -1,0 +1,150 @@
+"""A pass over the boxes of one leaf: fetch the next, compute this one, write it where it was.
+
+The arrays of a leaf (its moments and master copy on the host; its gradient and parameter on the
+device) have one logical shape and are gone through together, a box of it at a time. The box leaves
+dims whole that a device axis cuts, so that each device passes over its own part.
+
+In place: a box is written where it was read, and the host holds no second copy. For that XLA must
+see that the next box is read before this one is written; a barrier says so. Beside the box that is
+computed, the next one and the results are on the device: up to three boxes.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import NamedSharding
+
+from ..collectives import constrain
+from ..memories import as_host, to_device, to_host
+
+Arrays = list[Any]
+
+
+@dataclass(frozen=True)
+class Column:
+    """One array of the leaf.
+
+    Attributes:
+      value: the array; its shape is the leaf's, or padded along a dim that boxes leave whole.
+      lies: how it is cut over devices, on the device.
+      on_host: whether its boxes are fetched.
+      is_read: whether its old value matters.
+    """
+
+    value: jax.Array
+    lies: NamedSharding
+    on_host: bool
+    is_read: bool
+
+
+def box_of(
+    shape: tuple[int, ...], stays: Sequence[bool], leaf_bytes: int, most_bytes: int
+) -> tuple[int, ...] | None:
+    """The largest box of a leaf within `most_bytes`, or else the smallest; None: the whole leaf.
+
+    Boxes are of equal size. One dim is divided, since TPUs slice in one, and into whole tiles of
+    their memory (16 x 128 in the last two dims).
+
+    Args:
+      shape: of the leaf at rest.
+      stays: by dim: it is not divided.
+      leaf_bytes: of the leaf on one device.
+      most_bytes: of a box.
+
+    >>> box_of((48, 1024, 4096), (False, True, False), 48 * 2**25, 2**25)
+    (1, 1024, 4096)
+    >>> box_of((50304, 4096), (True, False), 50304 * 4096 * 12, 2**28)
+    (50304, 256)
+    """
+    if leaf_bytes <= most_bytes:
+        return None
+    boxes = []
+    for dim in (d for d, stay in enumerate(stays) if not stay):
+        sizes, per_row = _parts(shape, dim), leaf_bytes // shape[dim]
+        size = max((s for s in sizes if s * per_row <= most_bytes), default=min(sizes))
+        boxes.append((*shape[:dim], size, *shape[dim + 1 :]))
+    fitting = [b for b in boxes if math.prod(b) * leaf_bytes <= most_bytes * math.prod(shape)]
+    if fitting:
+        enough = max(map(math.prod, fitting)) / 2  # the first dims are those of the longest rows
+        return next(b for b in fitting if math.prod(b) >= enough)
+    best = min(boxes, key=math.prod, default=shape)
+    return None if best == shape else best
+
+
+def _parts(shape: tuple[int, ...], dim: int) -> list[int]:
+    """Sizes into which a dim divides."""
+    tile = {1: 128, 2: 16}.get(len(shape) - dim, 1)
+    small = [d for d in range(1, math.isqrt(shape[dim]) + 1) if shape[dim] % d == 0]
+    both = small + [shape[dim] // d for d in small]
+    return [d for d in both if d % tile == 0 or d == shape[dim]]
+
+
+def pass_in_boxes(
+    compute: Callable[[Arrays], Arrays],
+    columns: Sequence[Column],
+    replaces: Sequence[int],
+    box: tuple[int, ...],
+    shape: tuple[int, ...],
+) -> list[jax.Array]:
+    """Compute new values of some columns, box by box.
+
+    Args:
+      compute: boxes of the columns that are read, in order, of shape `box` and cut as the first
+        column is -> new boxes.
+      columns: the arrays.
+      replaces: for each new value, the column in whose memory it is written.
+      box: shape of a box.
+      shape: of all boxes together: the first column's.
+
+    Returns:
+      The new values, cut as the columns that they replace.
+    """
+    (dim,) = (d for d, (size, part) in enumerate(zip(shape, box, strict=True)) if size != part)
+    count, cut = shape[dim] // box[dim], columns[0].lies
+    state = [as_host(c.value) if c.on_host else c.value for c in columns]
+
+    def corner(i: Any) -> list[Any]:
+        return [i * box[dim] if d == dim else 0 for d in range(len(shape))]
+
+    def own(array: jax.Array) -> tuple[int, ...]:
+        return tuple(box[d] if d == dim else s for d, s in enumerate(array.shape))
+
+    def read(i: Any, state: Arrays, on_host: bool) -> Arrays:
+        chosen = [c.is_read and c.on_host == on_host for c in columns]
+        pairs = zip(state, chosen, strict=True)
+        boxes = [lax.dynamic_slice(x, corner(i), own(x)) for x, c in pairs if c]
+        return [_fitted(to_device(x) if on_host else x, box, cut) for x in boxes]
+
+    def write(i: Any, state: Arrays, fetched: Arrays) -> Arrays:
+        theirs, ours = iter(fetched), iter(read(i, state, on_host=False))
+        results = compute([next(theirs) if c.on_host else next(ours) for c in columns if c.is_read])
+        for at, new in zip(replaces, results, strict=True):
+            column, old = columns[at], state[at]
+            new = _fitted(new.astype(old.dtype), own(old), column.lies)
+            new = to_host(new) if column.on_host else new
+            state = [*state[:at], lax.dynamic_update_slice(old, new, corner(i)), *state[at + 1 :]]
+        return state
+
+    def trip(i: Any, carry: tuple[Arrays, Arrays]) -> tuple[Arrays, Arrays]:
+        state, fetched = carry
+        following = read(i + 1, state, on_host=True)
+        state, following = lax.optimization_barrier((state, following))
+        return write(i, state, fetched), following
+
+    carry = (state, read(0, state, on_host=True))
+    state, fetched = lax.fori_loop(0, count - 1, trip, carry)
+    state = write(count - 1, state, fetched)
+    return [state[at] for at in replaces]
+
+
+def _fitted(x: jax.Array, shape: tuple[int, ...], sharding: NamedSharding) -> jax.Array:
+    """A box, its padding taken off or added, cut as `sharding` says."""
+    if x.shape != shape:
+        x = x[tuple(slice(0, size) for size in shape)]
+        x = jnp.pad(x, [(0, want - has) for want, has in zip(shape, x.shape, strict=True)])
+    return constrain(x, sharding)

@@ -1,0 +1,191 @@
+"""Which leaves of an update pass through the device together, and in what pieces.
+
+Outputs that need the same arrays of the host are one stream: a parameter, its moments and its
+master copy. A stream whose part of the update is elementwise passes in boxes, any other whole.
+Scalars that depend on nothing the host has (step counts, a global norm of gradients on the device)
+belong to no stream.
+
+Not here: the pass itself (`streams`, `boxes`).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import jax
+from jax.sharding import NamedSharding
+
+from ..collectives import unpad
+from ..placement import Placement
+from ..reporting.tables import bytes_text
+from ..shortfall import warn
+from .boxes import box_of
+from .dataflow import Graph, Name, Part
+
+
+@dataclass(frozen=True)
+class Input:
+    """An array of the update.
+
+    Attributes:
+      value: the array, at rest; or in flight, logical.
+      place: where it lies.
+      in_flight: which of the two.
+    """
+
+    value: jax.Array
+    place: Placement
+    in_flight: bool = False
+
+    @property
+    def on_host(self) -> bool:
+        """Whether it has to be fetched."""
+        return self.place.on_host and not self.in_flight
+
+    @property
+    def lies(self) -> NamedSharding:
+        """How it is cut over devices, on the device."""
+        return self.place.flight if self.in_flight else self.place.landing
+
+    def logical(self) -> jax.Array:
+        """The array in flight."""
+        return self.value if self.in_flight else unpad(self.value, self.place)
+
+
+@dataclass(frozen=True)
+class Output:
+    """A result of the update.
+
+    Attributes:
+      place: where it is going to lie.
+      replaces: position of the input whose new value it is, and in whose memory it is written;
+        None: of none.
+    """
+
+    place: Placement
+    replaces: int | None
+
+
+@dataclass(frozen=True)
+class Stream:
+    """What passes together: one parameter, and what the optimizer keeps of it.
+
+    Attributes:
+      part: what computes it.
+      fetches: positions of inputs on the host.
+      writes: positions of outputs.
+      box: shape of a chunk; None: whole.
+      fetched_bytes: of one device.
+    """
+
+    part: Part
+    fetches: tuple[int, ...]
+    writes: tuple[int, ...]
+    box: tuple[int, ...] | None
+    fetched_bytes: int
+
+
+def find_streams(
+    graph: Graph, inputs: Sequence[Input], outputs: Sequence[Output], chunk_bytes: int
+) -> list[Stream]:
+    """Take a traced update apart.
+
+    Args:
+      graph: the update, from `inputs` to `outputs`.
+      inputs, outputs: where each lies.
+      chunk_bytes: how much may pass at once, on one device.
+
+    Raises:
+      ValueError: it needs the host's arrays of several parameters at once.
+
+    Warns:
+      ZeroWarning: a leaf of more than a chunk has to pass whole.
+    """
+    position = {name: at for at, name in enumerate(graph.inputs)}
+    fetched = {name for name, i in zip(graph.inputs, inputs, strict=True) if i.on_host}
+    touched = graph.touched_by(fetched)
+    scalars = frozenset(
+        name
+        for equation in graph.equations
+        for name, shape in zip(equation.writes, equation.shapes, strict=True)
+        if shape == () and name not in touched
+    )
+    groups: list[tuple[set[Name], list[int]]] = []
+    for at, name in enumerate(graph.outputs):
+        part = graph.part([name], scalars)
+        needs = set(part.inputs & fetched)
+        replaced = outputs[at].replaces
+        if outputs[at].place.on_host and replaced is not None:
+            needs.add(graph.inputs[replaced])
+        if needs:
+            joined = [g for g in groups if g[0] & needs]
+            groups = [g for g in groups if g not in joined]
+            outs = sorted([at, *(o for g in joined for o in g[1])])
+            groups.append((needs.union(*(g[0] for g in joined)), outs))
+    streams = []
+    for needs, writes in sorted(groups, key=lambda g: g[1]):
+        part = graph.part([graph.outputs[at] for at in writes], scalars)
+        fetches = sorted(position[name] for name in needs)
+        _check_apart(fetches, writes, inputs, outputs)
+        size = sum(inputs[at].place.bytes_per_device for at in fetches)
+        box = _box(part, fetches, writes, inputs, outputs, size, chunk_bytes)
+        if box is None and size > chunk_bytes:
+            _warn_whole(part, fetches, inputs, size, chunk_bytes)
+        streams.append(Stream(part, tuple(fetches), tuple(writes), box, size))
+    return streams
+
+
+def _box(
+    part: Part,
+    fetches: list[int],
+    writes: list[int],
+    inputs: Sequence[Input],
+    outputs: Sequence[Output],
+    size: int,
+    chunk_bytes: int,
+) -> tuple[int, ...] | None:
+    """The chunk in which a stream may pass; None: whole."""
+    first = inputs[fetches[0]].place
+    shape, rest_shape = first.leaf.shape, first.partition.rest_shape
+    places = [inputs[at].place for at in fetches] + [outputs[at].place for at in writes]
+    alike = all(p.leaf.shape == shape and len(p.partition.rest_shape) == len(shape) for p in places)
+    if not alike or not part.is_elementwise(shape):
+        return None
+    specs = [(*p.rest.spec, *[None] * len(shape))[: len(shape)] for p in places]
+    stays = [
+        any(s[d] is not None for s in specs)
+        or any(p.partition.rest_shape[d] != shape[d] for p in places)
+        for d in range(len(shape))
+    ]
+    # Two boxes, results and what compilers need beside are 2.3 chunks on H100, 2.8 on v6e; with
+    # boxes of a whole chunk they were 3.0 and 3.7.
+    return box_of(rest_shape, stays, size, 3 * chunk_bytes // 4)
+
+
+def _check_apart(
+    fetches: list[int], writes: list[int], inputs: Sequence[Input], outputs: Sequence[Output]
+) -> None:
+    """Refuse an update that needs what the host has of several parameters at once."""
+    params = [outputs[at].place.leaf.path for at in writes if outputs[at].place.tree == "params"]
+    if len(params) > 1:
+        size = sum(inputs[at].place.bytes_per_device for at in fetches)
+        raise ValueError(
+            f"offload: the optimizer needs the state of {len(params)} parameters at once, from "
+            f"params/{params[0]} to params/{params[-1]} ({bytes_text(size)} a device), so that it "
+            "cannot pass through the device leaf by leaf. Keep its state on the device (no "
+            "offload=), or use an optimizer without a norm over all of its state; for a norm of "
+            "the gradients there is make_train_step(clip_norm=)."
+        )
+
+
+def _warn_whole(
+    part: Part, fetches: list[int], inputs: Sequence[Input], size: int, chunk_bytes: int
+) -> None:
+    place = inputs[fetches[0]].place
+    reasons = sorted(
+        {e.primitive for e, w in part.equations if not part.fits(e, w, place.leaf.shape)}
+    )
+    why = f"its update is not elementwise ({', '.join(reasons)})" if reasons else "no dim is free"
+    warn(
+        f"offload: {place.tree}/{place.leaf.path} passes through the device whole, "
+        f"{bytes_text(size)} where a chunk is {bytes_text(chunk_bytes)}: {why}."
+    )
