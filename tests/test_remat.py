@@ -12,6 +12,7 @@ from flax import nnx
 from flax.training.train_state import TrainState
 from jax.sharding import Mesh
 from laws.parallel_blocks import Net, Size, make_step
+from laws.step_subjects import AS_USERS_DO
 
 import zero_jax
 from zero_jax import Remat, scan_layers
@@ -47,9 +48,9 @@ def gradients(mesh=None, **how):
         return jax.value_and_grad(partial(loss, **how), (0, 1, 2))(*given)
 
     if mesh is None:
-        return jax.jit(run)(*arguments())
+        return jax.jit(run, compiler_options=AS_USERS_DO)(*arguments())
     with jax.set_mesh(mesh):
-        return jax.jit(run)(*arguments())
+        return jax.jit(run, compiler_options=AS_USERS_DO)(*arguments())
 
 
 def same(got, want):
@@ -100,7 +101,7 @@ def test_microbatches_keep_theirs_apart():
 
 def train(remat, steps=2):
     """Losses of the library's step on a mesh of data x model, stage 3, tensor parallelism."""
-    abstract, _, step, create = make_step(Net(MEGATRON, remat), jax.devices())
+    abstract, _, step, create = make_step(Net(MEGATRON, remat), jax.devices(), options=AS_USERS_DO)
     layout = zero_jax.layout_of(abstract)
     state = zero_jax.shard_train_state(
         create(jax.random.key(2)),

@@ -51,7 +51,8 @@ def test_gpt2_small_has_the_parameters_of_gpt2_small():
 
 @pytest.mark.parametrize("name", ["adamw", "lion", "lamb", "adafactor"])
 def test_every_optimizer_moves_against_the_gradient(name):
-    tx = make_optimizer(schema.Optimizer(name=name, clip_norm=1.0), steps=3)
+    optimizer, run = schema.Optimizer(name=name, clip_norm=1.0), schema.Run(steps=3)
+    tx = make_optimizer(schema.LanguageModelRun(optimizer=optimizer, run=run))
     params = {"w": jnp.ones((4, 4))}
     state = tx.init(params)
 

@@ -73,8 +73,10 @@ class PlainNet(nn.Module):
         return x
 
 
-def make_step(net: Net | PlainNet, devices: Any, model: int = 2) -> Any:
+def make_step(net: Net | PlainNet, devices: Any, model: int = 2, options: Any = None) -> Any:
     """The step at stage 3, and all it needs; `model` devices along the axis of that name.
+
+    `options` are for the compiler, by default those of the library.
 
     Returns:
       (state, batch, step, create): the first two without numbers; `create(key)` makes a state.
@@ -100,4 +102,9 @@ def make_step(net: Net | PlainNet, devices: Any, model: int = 2) -> Any:
     )
     rows = size.rows * mesh.shape["data"]
     x = jax.ShapeDtypeStruct((rows, size.tokens, size.width), size.dtype)
-    return state, zero_jax.shard_batch(x, state), zero_jax.make_train_step(loss_fn), create
+    return (
+        state,
+        zero_jax.shard_batch(x, state),
+        zero_jax.make_train_step(loss_fn, compiler_options=options),
+        create,
+    )

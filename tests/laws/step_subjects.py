@@ -13,6 +13,7 @@ same things of themselves:
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib.metadata import version
 from typing import Any
 
 import flax.linen as nn
@@ -29,6 +30,14 @@ import zero_jax
 LAYERS, WIDTH, HIDDEN, ROWS = 3, 24, 50, 48
 FAST = {"xla_backend_optimization_level": 0}
 """Compiler option: halves the time of a compile for the CPU, and leaves collectives as they are."""
+EXACT = FAST | {"xla_cpu_max_isa": "AVX"}
+"""Options under which an array gets the same bits whatever loop it is computed in: no instruction
+multiplies and adds with one rounding, and fused loops have one emitter."""
+AS_USERS_DO = {"xla_backend_optimization_level": 3, "xla_llvm_disable_expensive_passes": False}
+"""Options that undo what `conftest` saves."""
+if version("jaxlib").startswith("0.10."):  # later ones have no other emitter
+    EXACT |= {"xla_cpu_use_fusion_emitters": True}
+    AS_USERS_DO |= {"xla_cpu_use_fusion_emitters": True}
 
 
 def batch(i: int, rows: int = ROWS) -> dict[str, np.ndarray]:
