@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from laws.offload_net import create, data, loss
+from laws.offload_net import create, data, laid_out, loss
 from laws.step_subjects import FAST, mesh_of
 
 import zero_jax
@@ -83,19 +83,14 @@ def test_boxes_divide_a_leaf_in_whole_tiles():
 
 def test_an_optimizer_that_needs_all_of_its_state_is_refused_by_name():
     tx = optax.contrib.prodigy()
-    state = zero_jax.shard_train_state(
-        create(tx), 1, mesh=mesh_of(data=2), executor="explicit", offload=HostMemory()
-    )
+    state = laid_out(tx, 1, HostMemory())
     step = zero_jax.make_train_step(loss)
     with pytest.raises(ValueError, match="offload: the optimizer needs the state of 5 parameters"):
         step.lower(state, zero_jax.shard_batch(data(0), state))
 
 
 def test_a_large_leaf_that_passes_whole_is_named():
-    state = zero_jax.shard_train_state(
-        create(optax.lamb(1e-3)), 1, mesh=mesh_of(data=2), executor="explicit",
-        offload=HostMemory(chunk_bytes=1000),
-    )  # fmt: skip
+    state = laid_out(optax.lamb(1e-3), 1, HostMemory(chunk_bytes=1000))
     step = zero_jax.make_train_step(loss, compiler_options=FAST)
     with pytest.warns(zero_jax.ZeroWarning, match=r"passes through the device whole, .*reduce_sum"):
         step.lower(state, zero_jax.shard_batch(data(0), state))
@@ -128,10 +123,7 @@ def test_bad_fields(field, letter):
 
 
 def test_gradients_that_cannot_leave_are_not_silently_kept():
-    state = zero_jax.shard_train_state(
-        create(optax.adam(1e-3)), 2, mesh=mesh_of(data=2), executor="explicit",
-        offload=HostMemory(gradients="host"), rules={"blocks/*": "stacked"},
-    )  # fmt: skip
+    state = laid_out(optax.adam(1e-3), 2, HostMemory(gradients="host"))
     batch = zero_jax.shard_batch(data(0), state)
     with pytest.raises(ValueError, match="it sums them over microbatches"):
         zero_jax.make_train_step(loss, microbatches=2).lower(state, batch)
@@ -140,10 +132,7 @@ def test_gradients_that_cannot_leave_are_not_silently_kept():
 
 
 def test_a_hook_that_reads_parameters_on_the_host_is_refused():
-    state = zero_jax.shard_train_state(
-        create(optax.adam(1e-3)), 2, mesh=mesh_of(data=2), executor="explicit",
-        offload=HostMemory(params=True), rules={"blocks/*": "stacked"},
-    )  # fmt: skip
+    state = laid_out(optax.adam(1e-3), 2, HostMemory(params=True))
     step = zero_jax.make_train_step(loss, after_update=lambda state: state)
     with pytest.raises(ValueError, match="after_update: .* params/blocks/down and 1 more lie on"):
         step.lower(state, zero_jax.shard_batch(data(0), state))

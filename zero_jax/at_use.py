@@ -33,7 +33,7 @@ from jax.typing import DTypeLike
 
 from .array_like import ArrayLike
 from .collectives import Cut, all_reduce, gather, reduce_scatter
-from .memories import to_device, to_host, zeros_on_host
+from .memories import to_device, to_host, zeros
 
 
 @dataclass(frozen=True)
@@ -87,8 +87,7 @@ class Wire:
     def carrier(self) -> jax.Array:
         """Zeros of the shape and dtype in which the gradient leaves the backward pass."""
         shape = self.grad.piece_shape if self.scatters_at_use else self.grad.shape
-        make = zeros_on_host if self.grad_on_host else jnp.zeros
-        return make(shape, self.reduce)
+        return zeros(shape, self.reduce, on_host=self.grad_on_host)
 
     def layer(self) -> "Wire":
         """The wire of one layer of a stack."""

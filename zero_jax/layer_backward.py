@@ -34,7 +34,7 @@ from .layer_loop import (
     with_kept,
     with_store,
 )
-from .memories import barrier, is_host, zeros_on_host
+from .memories import barrier, is_host, zeros
 
 
 @jax.tree_util.register_dataclass
@@ -152,9 +152,9 @@ def backward(
     run = Pass(program, inputs, ct_outs)
     wanted = select(program.extras_wanted, inputs.extras)
     sums = [jnp.zeros(e.shape, sum_dtype(e.dtype)) for e in wanted]
-    zeros = [_zeros_like(c) for c in carriers]
+    stacked = [zeros(c.shape, c.dtype, on_host=is_host(c)) for c in carriers]
     nothing = None if program.communicates else [None] * len(carriers)
-    ct = Cotangents(ct_x, nothing, zeros, sums)
+    ct = Cotangents(ct_x, nothing, stacked, sums)
     ct = _every_layer(run, kept, ct) if program.every == 1 else _groups(run, kept, ct)
     ct = run.reduced(ct, 0)
     extras = [s.astype(e.dtype) for s, e in zip(ct.extras, wanted, strict=True)]
@@ -220,11 +220,6 @@ def _after(index: int, ct: Cotangents) -> tuple[Index, Cotangents]:
     What is read with it is not taken for what the forward pass has read already, and kept.
     """
     return barrier((jnp.int32(index), ct))
-
-
-def _zeros_like(carrier: jax.Array) -> jax.Array:
-    make = zeros_on_host if is_host(carrier) else jnp.zeros
-    return make(carrier.shape, carrier.dtype)
 
 
 def _put_some(stacks: Arrays, pieces: list[Any], i: Index) -> Arrays:

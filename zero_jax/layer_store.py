@@ -25,9 +25,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
+from .memories import to_device, to_host, zeros
 from .remat import Remat
-
-_DEVICE, _HOST = jax.memory.Space.Device, jax.memory.Space.Host
 
 
 @dataclass(frozen=True)
@@ -51,23 +50,24 @@ class Kept:
 
     def stack(self, like: Any, count: int) -> jax.Array:
         """Zeros for `count` arrays."""
-        zeros = jnp.zeros((count, *like.shape), like.dtype)
-        if self.axis is not None:
-            spec = self._spec(1)
-            zeros = self._mapped(lambda pieces: pieces, spec, spec)(zeros)
-        return jax.device_put(zeros, _HOST) if self.on_host else zeros
+        shape, spec = (count, *like.shape), self._spec(1)
+        if self.axis is None:
+            return zeros(shape, like.dtype, on_host=self.on_host)
+        whole = jnp.zeros(shape, like.dtype)
+        split = self._mapped(lambda pieces: pieces, spec, spec)(whole)
+        return to_host(split) if self.on_host else split
 
     def put(self, stack: jax.Array, x: jax.Array, i: Any) -> jax.Array:
         """Write layer `i`."""
         if self.axis is not None:
             x = self._mapped(self._own_piece, PartitionSpec(), self._spec())(x)
-        x = jax.device_put(x, _HOST) if self.on_host else x
+        x = to_host(x) if self.on_host else x
         return lax.dynamic_update_index_in_dim(stack, x, i, 0)
 
     def gather(self, piece: jax.Array) -> jax.Array:
         """What was read of a layer: whole, on the device."""
         if self.on_host:
-            piece = jax.device_put(piece, _DEVICE)
+            piece = to_device(piece)
         if self.axis is None:
             return piece
         return self._mapped(self._whole, self._spec(), PartitionSpec())(piece)

@@ -61,7 +61,13 @@ def barrier(tree: Any) -> Any:
     return structure.unflatten(leaf if is_host(leaf) else next(passed) for leaf in leaves)
 
 
+def zeros(shape: tuple[int, ...], dtype: Any, *, on_host: bool) -> jax.Array:
+    """Zeros to be written piece by piece, in either memory."""
+    return zeros_on_host(shape, dtype) if on_host else jnp.zeros(shape, dtype)
+
+
 _zeros = Primitive("zeros_on_host")
+_zeros.def_impl(lambda **how: jax.jit(lambda: _zeros.bind(**how))())  # outside of any jit
 _zeros.def_abstract_eval(lambda *, shape, dtype: ShapedArray(shape, dtype, memory_space=HOST))
 mlir.register_lowering(
     _zeros,

@@ -65,13 +65,9 @@ def apply_update(
     n = len(leaves)
 
     def compute(*flat: Any) -> list[Any]:
-        gradients, old, state = (
-            [times(g, factor) for g in flat[:n]],
-            list(flat[n : 2 * n]),
-            list(flat[2 * n :]),
-        )
-        old = [constrain(x, p.flight) for x, p in zip(old, parts, strict=True)]
-        trees = structure, state_structure.unflatten(state)
+        gradients = [times(g, factor) for g in flat[:n]]
+        old = [constrain(x, p.flight) for x, p in zip(flat[n : 2 * n], parts, strict=True)]
+        trees = structure, state_structure.unflatten(flat[2 * n :])
         moved, after = _move(tx, gradients, old, *trees, keep=keep, frozen=frozen, loss=loss)
         pairs = zip(moved, leaves, parts, strict=True)
         return [*(_narrow(m, x.dtype, part) for m, x, part in pairs), *after]

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax.training.train_state import TrainState
+from laws.step_subjects import mesh_of
 
 import zero_jax
 
@@ -23,6 +24,19 @@ def create(tx):
         "head": jax.random.normal(keys[3], (WIDTH, 5)),
     }
     return TrainState.create(apply_fn=None, params=params, tx=tx)
+
+
+def laid_out(tx, stage, offload, executor="explicit", n=2, **options):
+    """The state over `n` devices, its blocks stacked."""
+    return zero_jax.shard_train_state(
+        create(tx),
+        stage,
+        mesh=mesh_of(data=n),
+        executor=executor,
+        offload=offload,
+        rules={"blocks/*": "stacked"},
+        **options,
+    )
 
 
 def data(i):

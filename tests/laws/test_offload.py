@@ -15,7 +15,7 @@ import numpy as np
 import optax
 import pytest
 from flax.training.train_state import TrainState
-from laws.offload_net import ROWS, STEPS, create, data, loss, memories
+from laws.offload_net import ROWS, STEPS, create, data, laid_out, loss, memories
 from laws.step_subjects import EXACT, mesh_of
 
 import zero_jax
@@ -40,15 +40,8 @@ OPTIMIZERS = {
 @functools.cache
 def run(optimizer, stage, executor, offload, microbatches=1, half=False):
     """Losses of the steps, and the last parameters; every state is where it should be."""
-    state = zero_jax.shard_train_state(
-        create(OPTIMIZERS[optimizer]()),
-        stage,
-        mesh=mesh_of(data=N),
-        executor=executor,
-        offload=offload,
-        precision=zero_jax.Precision.bf16() if half else None,
-        rules={"blocks/*": "stacked"},
-    )
+    precision = zero_jax.Precision.bf16() if half else None
+    state = laid_out(OPTIMIZERS[optimizer](), stage, offload, executor, N, precision=precision)
     step = zero_jax.make_train_step(loss, microbatches=microbatches, compiler_options=EXACT)
     if executor == "annotated":
         step = annotated_step
@@ -106,10 +99,7 @@ def test_clipping_and_a_skipped_step(gradients):
     """Parameters to 1e-6 of the resident run's; the step with an inf changes no bit."""
     found = {}
     for policy in (None, HostMemory(gradients=gradients, chunk_bytes=1600)):
-        state = zero_jax.shard_train_state(
-            create(optax.adamw(1e-2)), 2, mesh=mesh_of(data=N), executor="explicit",
-            offload=policy, rules={"blocks/*": "stacked"},
-        )  # fmt: skip
+        state = laid_out(optax.adamw(1e-2), 2, policy, n=N)
         step = zero_jax.make_train_step(
             loss, clip_norm=1.0, nonfinite="skip", compiler_options=EXACT, donate=False
         )

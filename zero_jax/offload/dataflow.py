@@ -55,14 +55,12 @@ class Equation:
       equation: of the jaxpr it comes from.
       reads: a name or a constant for each operand.
       writes: a name for each result.
-      shapes: of the results.
       branches: of a conditional.
     """
 
     equation: Any
     reads: tuple[Name | Constant, ...]
     writes: tuple[Name, ...]
-    shapes: tuple[tuple[int, ...], ...]
     branches: "tuple[Graph, ...]" = ()
 
     @property
@@ -217,7 +215,7 @@ class Part:
             jnp.shape(r.value) if isinstance(r, Constant) else self.shapes[r]
             for r in equation.reads_for(set(wanted))
         ]
-        writes = [s for n, s in zip(equation.writes, equation.shapes, strict=True) if n in wanted]
+        writes = [self.shapes[name] for name in wanted]
         if all(s == () for s in reads + writes):
             return True
         if any(s not in ((), shape) for s in reads + writes):
@@ -274,8 +272,7 @@ class _Reader:
             branches = ()
             if equation.primitive.name == "cond":
                 branches = tuple(map(self.graph, equation.params["branches"]))
-            shapes = tuple(v.aval.shape for v in equation.outvars)
-            into.append(Equation(equation, tuple(reads), names, shapes, branches))
+            into.append(Equation(equation, tuple(reads), names, branches))
         return [self._read(v, known) for v in jaxpr.outvars]
 
     def _read(self, variable: Any, known: dict[Any, Any]) -> Name | Constant:

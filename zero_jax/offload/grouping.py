@@ -9,7 +9,7 @@ Not here: the pass itself (`streams`, `boxes`).
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax
 from jax.sharding import NamedSharding
@@ -66,6 +66,20 @@ class Output:
 
 
 @dataclass(frozen=True)
+class Update:
+    """A traced update, and where its arrays lie.
+
+    Attributes:
+      graph: from `inputs` to `outputs`.
+      inputs, outputs: one for each of the graph's.
+    """
+
+    graph: Graph
+    inputs: Sequence[Input]
+    outputs: Sequence[Output]
+
+
+@dataclass(frozen=True)
 class Stream:
     """What passes together: one parameter, and what the optimizer keeps of it.
 
@@ -84,14 +98,11 @@ class Stream:
     fetched_bytes: int
 
 
-def find_streams(
-    graph: Graph, inputs: Sequence[Input], outputs: Sequence[Output], chunk_bytes: int
-) -> list[Stream]:
-    """Take a traced update apart.
+def find_streams(update: Update, chunk_bytes: int) -> list[Stream]:
+    """Take an update apart.
 
     Args:
-      graph: the update, from `inputs` to `outputs`.
-      inputs, outputs: where each lies.
+      update: traced.
       chunk_bytes: how much may pass at once, on one device.
 
     Raises:
@@ -100,14 +111,15 @@ def find_streams(
     Warns:
       ZeroWarning: a leaf of more than a chunk has to pass whole.
     """
+    graph, outputs = update.graph, update.outputs
     position = {name: at for at, name in enumerate(graph.inputs)}
-    fetched = {name for name, i in zip(graph.inputs, inputs, strict=True) if i.on_host}
+    fetched = {name for name, i in zip(graph.inputs, update.inputs, strict=True) if i.on_host}
     touched = graph.touched_by(fetched)
     scalars = frozenset(
         name
         for equation in graph.equations
-        for name, shape in zip(equation.writes, equation.shapes, strict=True)
-        if shape == () and name not in touched
+        for name in equation.writes
+        if graph.shapes[name] == () and name not in touched
     )
     groups: list[tuple[set[Name], list[int]]] = []
     for at, name in enumerate(graph.outputs):
@@ -125,32 +137,25 @@ def find_streams(
     for needs, writes in sorted(groups, key=lambda g: g[1]):
         part = graph.part([graph.outputs[at] for at in writes], scalars)
         fetches = sorted(position[name] for name in needs)
-        _check_apart(fetches, writes, inputs, outputs)
-        size = sum(inputs[at].place.bytes_per_device for at in fetches)
-        box = _box(part, fetches, writes, inputs, outputs, size, chunk_bytes)
+        size = sum(update.inputs[at].place.bytes_per_device for at in fetches)
+        whole = Stream(part, tuple(fetches), tuple(writes), None, size)
+        _check_apart(update, whole)
+        box = _box(update, whole, chunk_bytes)
         if box is None and size > chunk_bytes:
-            _warn_whole(part, fetches, inputs, size, chunk_bytes)
-        streams.append(Stream(part, tuple(fetches), tuple(writes), box, size))
+            _warn_whole(update, whole, chunk_bytes)
+        streams.append(replace(whole, box=box))
     return streams
 
 
-def _box(
-    part: Part,
-    fetches: list[int],
-    writes: list[int],
-    inputs: Sequence[Input],
-    outputs: Sequence[Output],
-    size: int,
-    chunk_bytes: int,
-) -> tuple[int, ...] | None:
+def _box(update: Update, s: Stream, chunk_bytes: int) -> tuple[int, ...] | None:
     """The chunk in which a stream may pass; None: whole."""
-    first = inputs[fetches[0]].place
-    shape, rest_shape = first.leaf.shape, first.partition.rest_shape
-    places = [inputs[at].place for at in fetches] + [outputs[at].place for at in writes]
+    places = [update.inputs[at].place for at in s.fetches]
+    shape, rest_shape = places[0].leaf.shape, places[0].partition.rest_shape
+    places += [update.outputs[at].place for at in s.writes]
     alike = all(p.leaf.shape == shape and len(p.partition.rest_shape) == len(shape) for p in places)
-    if not alike or not part.is_elementwise(shape):
+    if not alike or not s.part.is_elementwise(shape):
         return None
-    specs = [(*p.rest.spec, *[None] * len(shape))[: len(shape)] for p in places]
+    specs = [(*p.rest.spec, *[None] * len(shape)) for p in places]
     stays = [
         any(s[d] is not None for s in specs)
         or any(p.partition.rest_shape[d] != shape[d] for p in places)
@@ -158,34 +163,29 @@ def _box(
     ]
     # Two boxes, results and what compilers need beside are 2.3 chunks on H100, 2.8 on v6e; with
     # boxes of a whole chunk they were 3.0 and 3.7.
-    return box_of(rest_shape, stays, size, 3 * chunk_bytes // 4)
+    return box_of(rest_shape, stays, s.fetched_bytes, 3 * chunk_bytes // 4)
 
 
-def _check_apart(
-    fetches: list[int], writes: list[int], inputs: Sequence[Input], outputs: Sequence[Output]
-) -> None:
+def _check_apart(update: Update, s: Stream) -> None:
     """Refuse an update that needs what the host has of several parameters at once."""
-    params = [outputs[at].place.leaf.path for at in writes if outputs[at].place.tree == "params"]
+    places = [update.outputs[at].place for at in s.writes]
+    params = [place.leaf.path for place in places if place.tree == "params"]
     if len(params) > 1:
-        size = sum(inputs[at].place.bytes_per_device for at in fetches)
         raise ValueError(
             f"offload: the optimizer needs the state of {len(params)} parameters at once, from "
-            f"params/{params[0]} to params/{params[-1]} ({bytes_text(size)} a device), so that it "
-            "cannot pass through the device leaf by leaf. Keep its state on the device (no "
-            "offload=), or use an optimizer without a norm over all of its state; for a norm of "
-            "the gradients there is make_train_step(clip_norm=)."
+            f"params/{params[0]} to params/{params[-1]} ({bytes_text(s.fetched_bytes)} a device), "
+            "so that it cannot pass through the device leaf by leaf. Keep its state on the device "
+            "(no offload=), or use an optimizer without a norm over all of its state; for a norm "
+            "of the gradients there is make_train_step(clip_norm=)."
         )
 
 
-def _warn_whole(
-    part: Part, fetches: list[int], inputs: Sequence[Input], size: int, chunk_bytes: int
-) -> None:
-    place = inputs[fetches[0]].place
-    reasons = sorted(
-        {e.primitive for e, w in part.equations if not part.fits(e, w, place.leaf.shape)}
-    )
+def _warn_whole(update: Update, s: Stream, chunk_bytes: int) -> None:
+    place = update.inputs[s.fetches[0]].place
+    shape, part = place.leaf.shape, s.part
+    reasons = sorted({e.primitive for e, w in part.equations if not part.fits(e, w, shape)})
     why = f"its update is not elementwise ({', '.join(reasons)})" if reasons else "no dim is free"
     warn(
         f"offload: {place.tree}/{place.leaf.path} passes through the device whole, "
-        f"{bytes_text(size)} where a chunk is {bytes_text(chunk_bytes)}: {why}."
+        f"{bytes_text(s.fetched_bytes)} where a chunk is {bytes_text(chunk_bytes)}: {why}."
     )

@@ -25,8 +25,8 @@ from jax import lax
 
 from ..collectives import constrain, pad, unpad
 from .boxes import Column, pass_in_boxes
-from .dataflow import Constant, Graph, Name, trace
-from .grouping import Input, Output, Stream, find_streams
+from .dataflow import Constant, Name, trace
+from .grouping import Input, Output, Stream, Update, find_streams
 
 
 def stream(
@@ -55,7 +55,8 @@ def stream(
     """
     logical = [jax.ShapeDtypeStruct(i.place.leaf.shape, i.value.dtype) for i in inputs]
     graph = trace(function, *logical)
-    streams = find_streams(graph, inputs, outputs, chunk_bytes)
+    update = Update(graph, inputs, outputs)
+    streams = find_streams(update, chunk_bytes)
     known: dict[Name, Any] = {
         name: i.logical() for name, i in zip(graph.inputs, inputs, strict=True) if not i.on_host
     }
@@ -73,38 +74,30 @@ def stream(
         values, _ = lax.optimization_barrier(([inputs[at].value for at in fetches], written[-2]))
         values = dict(zip(fetches, values, strict=True))
         for s in pack:
-            results |= zip(s.writes, _pass(s, graph, inputs, outputs, values, known), strict=True)
+            results |= zip(s.writes, _pass(update, s, values, known), strict=True)
         written.append([results[at] for s in pack for at in s.writes])
     return [results[at] for at in range(len(outputs))]
 
 
 def _pass(
-    s: Stream,
-    graph: Graph,
-    inputs: Sequence[Input],
-    outputs: Sequence[Output],
-    values: dict[int, jax.Array],
-    known: dict[Name, Any],
+    update: Update, s: Stream, values: dict[int, jax.Array], known: dict[Name, Any]
 ) -> list[jax.Array]:
     """The new values of one stream, at rest."""
+    graph, inputs, outputs = update.graph, update.inputs, update.outputs
     places = [outputs[at].place for at in s.writes]
     if s.box is None:
         fetched = {graph.inputs[at]: unpad(values[at], inputs[at].place) for at in s.fetches}
         results = s.part.run(known | fetched)
         return [pad(jnp.asarray(x), place) for x, place in zip(results, places, strict=True)]
-    return pass_in_boxes(*_columns(s, graph, inputs, outputs, values, known))
+    return pass_in_boxes(*_columns(update, s, values, known))
 
 
 def _columns(
-    s: Stream,
-    graph: Graph,
-    inputs: Sequence[Input],
-    outputs: Sequence[Output],
-    values: dict[int, jax.Array],
-    known: dict[Name, Any],
+    update: Update, s: Stream, values: dict[int, jax.Array], known: dict[Name, Any]
 ) -> tuple[Any, list[Column], list[int], tuple[int, ...], tuple[int, ...]]:
     """What `pass_in_boxes` takes: the arrays of a stream, the fetched ones first."""
     assert s.box is not None
+    graph, inputs, outputs = update.graph, update.inputs, update.outputs
     replaced = {at for at in (outputs[w].replaces for w in s.writes) if at is not None}
     shape = inputs[s.fetches[0]].place.leaf.shape
     reads = {
