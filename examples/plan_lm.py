@@ -14,13 +14,13 @@ import jax
 import jax.numpy as jnp
 from lm.model import GPT
 from lm.partitioning import zero_options
-from lm.schema import LanguageModelRun
+from lm.schema import LanguageModelRun, Offload
 from lm.step import make_step
 from train_lm import make_create
 
 import zero_jax
 from zero_jax.config import load
-from zero_jax.planning.program import Choice, Program
+from zero_jax.planning.program import Choice, Offloaded, Program
 
 
 def program(
@@ -29,17 +29,28 @@ def program(
     """Build the run that `config` describes, at a choice, on devices that may be compile-only.
 
     The prefetching loop always recomputes layers: a choice without is answered with one that does.
+    Only that loop fetches parameters from the host: any other keeps them on the device.
 
     Raises:
       OSError, ValueError: the configuration cannot be read, or not be built on these devices.
     """
     cfg = load(LanguageModelRun, config, overrides)
     if choice is None:
-        choice = Choice(cfg.zero.stage, cfg.model.remat, cfg.step.microbatches)
+        kept = _offloaded(cfg.offload)
+        choice = Choice(cfg.zero.stage, cfg.model.remat, cfg.step.microbatches, kept)
     if cfg.step.layer_loop == "prefetch":
         choice = replace(choice, remat=True)
+    elif choice.offload == "params":
+        choice = replace(choice, offload="optimizer")
+    if cfg.offload.gradients == "host" and choice.offload != "none":
+        choice = replace(choice, microbatches=1)  # which are not summed there
     cfg = replace(
         cfg,
+        offload=replace(
+            cfg.offload,
+            optimizer=choice.offload != "none",
+            params=choice.offload == "params",
+        ),
         model=replace(cfg.model, remat=choice.remat),
         step=replace(cfg.step, microbatches=choice.microbatches),
     )
@@ -58,3 +69,7 @@ def program(
         options=options,
         **({"compiler_options": zero_jax.step_compiler_options} if explicit else {}),
     )
+
+
+def _offloaded(o: Offload) -> Offloaded:
+    return "params" if o.params else "optimizer" if o.optimizer else "none"

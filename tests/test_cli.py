@@ -84,11 +84,27 @@ def test_overrides_and_the_advice(capsys):
     cli.main(["plan", TINY, *small, *overrides, "--json"])
     plan = json.loads(capsys.readouterr().out)
     (own,), found = plan["forecasts"], plan["smallest_change"]
-    assert own["choice"] == {"stage": 3, "remat": False, "microbatches": 1} and not own["fits"]
+    choice = {"stage": 3, "remat": False, "microbatches": 1, "offload": "none"}
+    assert own["choice"] == choice and not own["fits"]
     assert own["missing_bytes"] == own["peak_bytes"] - 24 * 2**20
     assert found["fits"] and found["peak_bytes"] <= 24 * 2**20
-    assert found["choice"] == {"stage": 3, "remat": True, "microbatches": 1}
+    assert found["choice"] == {**choice, "remat": True}
     assert plan["advice"].startswith("The smallest change that fits: ")
+
+
+def test_a_plan_with_the_optimizer_state_on_the_host(capsys):
+    """Two moments of an eighth of the parameters, with a little padding."""
+    cli.main(["plan", TINY, *ON_CPU, "--set", "offload.optimizer=true"])
+    out, err = capsys.readouterr()
+    assert "loaded" in out and "link to" in out and err == ""
+    assert out.rstrip().endswith("Fits as it is (stage 2, no remat, optimizer offloaded).")
+    cli.main(["plan", TINY, *ON_CPU, "--set", "offload.optimizer=true", "--json"])
+    plan = json.loads(capsys.readouterr().out)
+    (found,) = plan["forecasts"]
+    assert found["choice"]["offload"] == "optimizer" and found["optimizer_bytes"] == 8
+    assert 867_072 <= found["host_bytes"] <= 1.01 * 867_072  # 8 bytes, an eighth
+    assert found["process_host_bytes"] == 8 * found["host_bytes"]
+    assert plan["notes"] == []  # the link of a CPU is not known, and nothing is pinned
 
 
 def test_a_page_and_a_picture(capsys, tmp_path):
@@ -131,6 +147,7 @@ def test_planning_leaves_the_devices_of_this_process(capsys):
         ((*ON_CPU, "--set", "data.batch_size=12"), "12 rows is computed in 8 parts"),
         ((*ON_CPU, "--set", "zero.stage=4"), "zero.stage is the integer 4; expected one of 0, 1"),
         ((*ON_CPU, "--set", "batch_size"), "expected section.key=value"),
+        ((*ON_CPU, "--set", "step.reduce_dtype=bfloat16"), 'needs executor="explicit"'),
         ((*ON_CPU, "--set", "zero.model_parallel=3"), "does not divide the number of devices"),
     ],
 )

@@ -13,20 +13,22 @@ import zero_jax
 
 PACKAGE = Path(zero_jax.__file__).parent
 FLOORS = [
-    {"stage", "mesh", "partition", "rules", "loss_scale", "precision", "memories"}
+    {"compat", "stage", "mesh", "partition", "rules", "loss_scale", "precision", "memories"}
     | {"offload_policy", "remat"}
     | {"compiler_options", "reporting.tables"},
     {"placement", "cuts", "layout", "shortfall", "collectives", "master_weights"}
     | {"offload.dataflow", "offload.boxes", "offload.grouping", "offload.streams"}
-    | {"extended_state", "optimizer", "array_like", "at_use", "readings"}
+    | {"offload.on_host", "offload.disk", "offload.disk_claim", "offload.disk_array"}
+    | {"offload.disk_passes", "offload.disk_update", "offload.disk_state"}
+    | {"delayed", "extended_state", "optimizer", "update", "array_like", "at_use", "readings"}
     | {"layers", "layer_loop", "layer_store", "layer_forward", "layer_backward"}
     | {"layer_derivative"},
     {"residence"},
     {"flax_linen", "flax_nnx", "options", "anatomy", "train_state", "batch", "gather_at_use"}
     | {"at_use_nnx", "layers_linen", "layers_nnx", "offload.described"},
-    {"step_options", "faults", "subject", "wires", "local_gradients", "gradients", "update"}
+    {"step_options", "faults", "subject", "wires", "local_gradients", "gradients"}
     | {"joining", "subject_linen", "subject_nnx", "alike", "rehearsal", "explicit_step"}
-    | {"train_step"},
+    | {"update_report", "disk_step", "train_step"},
     {
         *(
             "reporting." + room
@@ -55,12 +57,14 @@ FLOORS = [
             for room in (
                 "activations",
                 "compiler",
+                "buffers",
                 "communication",
                 "doctor",
                 "fit",
                 "forecast",
                 "gpu_target",
                 "hardware",
+                "host_link",
                 "liveness",
                 "memory",
                 "operations",

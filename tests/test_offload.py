@@ -89,6 +89,32 @@ def test_an_optimizer_that_needs_all_of_its_state_is_refused_by_name():
         step.lower(state, zero_jax.shard_batch(data(0), state))
 
 
+@pytest.mark.parametrize(
+    ("tx", "letter"),
+    [
+        (
+            optax.adafactor(1e-3, 8, clipping_threshold=None, multiply_by_parameter_scale=False),
+            r"params/blocks/down is more .*: opt_state/0/v_row/blocks/down has shape \(5, 16\)",
+        ),
+        (optax.lamb(1e-3), "params/blocks/bias is more .*: its update has .*reduce_sum"),
+    ],
+)
+def test_the_host_refuses_what_is_more_than_elementwise_by_name(tx, letter):
+    state = laid_out(tx, 1, HostMemory(update_on="host"))
+    with pytest.raises(ValueError, match=letter):
+        zero_jax.make_train_step(loss).lower(state, zero_jax.shard_batch(data(0), state))
+
+
+@pytest.mark.parametrize("update_on", ["device", "host"])
+def test_a_state_of_other_shapes_is_refused_by_name(update_on):
+    """The moments of a model whose head has fewer columns."""
+    state = laid_out(optax.adam(1e-3), 1, HostMemory(update_on=update_on), executor="annotated")
+    params = state.params | {"head": state.params["head"][:, :4]}
+    moments = state.opt_state[0]._replace(mu=state.opt_state[0].mu | {"head": params["head"]})
+    with pytest.raises(ValueError, match=r"opt_state/0/mu/head: has shape .*4\), expected .*5\)"):
+        state.tx.update(state.params, (moments, *state.opt_state[1:]), state.params)
+
+
 def test_a_large_leaf_that_passes_whole_is_named():
     state = laid_out(optax.lamb(1e-3), 1, HostMemory(chunk_bytes=1000))
     step = zero_jax.make_train_step(loss, compiler_options=FAST)
@@ -115,6 +141,7 @@ def test_bad_policies(change, letter):
         ({"chunk_bytes": 0}, "chunk_bytes=0; expected a number of bytes"),
         ({"params": 1}, "params=1; expected True or False"),
         ({"gradients": "disk"}, "gradients='disk'; expected one of 'auto', 'host', 'device'"),
+        ({"update_on": "gpu"}, "update_on='gpu'; expected one of 'device', 'host'"),
     ],
 )
 def test_bad_fields(field, letter):
@@ -136,3 +163,22 @@ def test_a_hook_that_reads_parameters_on_the_host_is_refused():
     step = zero_jax.make_train_step(loss, after_update=lambda state: state)
     with pytest.raises(ValueError, match="after_update: .* params/blocks/down and 1 more lie on"):
         step.lower(state, zero_jax.shard_batch(data(0), state))
+
+
+def test_update_is_measured_and_leaves_every_bit():
+    """A device fetches and sends what lies on the host once; the state is as it was."""
+    precision = zero_jax.Precision(loss_scale=zero_jax.DynamicScale())
+    for offload in (HostMemory(chunk_bytes=4000), HostMemory(delayed=True)):
+        state = laid_out(optax.adamw(1e-2), 2, offload, precision=precision)
+        before = [np.asarray(x) for x in jax.tree.leaves(state)]
+        away = sum(zero_jax.layout_of(state).host_bytes_per_device.values())
+        state, moved = zero_jax.measure_update(state, rounds=1)
+        assert moved.from_host_bytes == moved.to_host_bytes == 2 * away
+        assert moved.gigabytes_per_second * moved.seconds == pytest.approx(4 * away / 1e9)
+        for was, now in zip(before, jax.tree.leaves(state), strict=True):
+            np.testing.assert_array_equal(was, np.asarray(now))
+
+
+def test_only_a_state_in_host_memory_is_measured():
+    with pytest.raises(ValueError, match="offload=None; expected a HostMemory"):
+        zero_jax.measure_update(laid_out(optax.adamw(1e-2), 2, None))

@@ -11,23 +11,27 @@ and the user's own jitted step goes on working.
 The rooms, from the ground up; each imports only its own floor and lower ones:
 
   words        stage  mesh  partition  rules  loss_scale  precision  offload_policy
-               remat  compiler_options  memories  reporting.tables (text only)
-  the paper    placement  cuts  layout  shortfall  collectives  master_weights  extended_state
-               optimizer  array_like  at_use  readings
-               what the host holds: offload.dataflow  offload.boxes  offload.grouping
-                                   offload.streams
+               remat  compiler_options  compat  memories  reporting.tables (text only)
+  the paper    placement  cuts  layout  shortfall  collectives  master_weights  delayed
+               extended_state
+               optimizer  update  array_like  at_use  readings
+               beyond the device: offload.dataflow  offload.boxes  offload.grouping
+                                  offload.streams  offload.on_host
+               in files: offload.disk  offload.disk_claim  offload.disk_array
+                         offload.disk_passes  offload.disk_update  offload.disk_state
                the layer loop: layers  layer_loop  layer_store  layer_forward
                                layer_backward  layer_derivative
   residence    residence
   the state    flax_linen  flax_nnx  options  anatomy  train_state  batch
                gather_at_use  at_use_nnx  layers_linen  layers_nnx  offload.described
   the step     step_options  faults  joining  subject  subject_linen  subject_nnx  wires
-               local_gradients  alike  rehearsal  gradients  update  explicit_step  train_step
+               local_gradients  alike  rehearsal  gradients  explicit_step  update_report  disk_step
+               train_step
   beside, reads only
     planning   closed forms: memory  activations  communication  traffic
                machines:     hardware  gpu_target  topology  doctor
-               forecasts:    program  operations  traced  traced_traffic  propagation  liveness
-                             compiler  forecast  fit
+               forecasts:    program  operations  traced  traced_traffic  host_link
+                             propagation  buffers  liveness  compiler  forecast  fit
     reporting  the audit:    hlo  hlo_text  hlo_walk  flights  rings  wire  replica_groups
                              loop_trips  matmul_flops  schedule  audit_table
                for people:   plan_table  plan_words  plan_svg  page  plots  doctor_table
@@ -52,7 +56,9 @@ from .layout import LeafReport as LeafReport
 from .loss_scale import DynamicScale as DynamicScale
 from .loss_scale import StaticScale as StaticScale
 from .master_weights import MasterWeights as MasterWeights
+from .offload.disk_array import DiskArray as DiskArray
 from .offload_policy import HostMemory as HostMemory
+from .offload_policy import Nvme as Nvme
 from .optimizer import PartitionedOptimizer as PartitionedOptimizer
 from .optimizer import partition_optimizer as partition_optimizer
 from .precision import Precision as Precision
@@ -69,3 +75,5 @@ from .train_state import unshard_train_state as unshard_train_state
 from .train_step import TrainStep as TrainStep
 from .train_step import make_train_step as make_train_step
 from .train_step import step_compiler_options as step_compiler_options
+from .update_report import UpdateTraffic as UpdateTraffic
+from .update_report import measure_update as measure_update

@@ -60,7 +60,7 @@ def lay_out(anatomy: Anatomy, options: Options) -> Layout:
       ZeroWarning: the stage falls short; see `shortfall`.
     """
     specs, precision = anatomy.specs(options.mesh), options.precision
-    opt_state = extend(anatomy.params, anatomy.opt_state, precision)
+    opt_state = extend(anatomy.params, anatomy.opt_state, precision, options.delayed)
 
     def read(name: str, tree: Tree) -> Tree:
         return read_leaves(name, tree, options.mesh, options.axis, specs)
@@ -72,7 +72,8 @@ def lay_out(anatomy: Anatomy, options: Options) -> Layout:
     )
     tx = anatomy.tx
     expected = jax.eval_shape(
-        lambda p: init_extended(tx.inner, p, precision), jax.tree.map(_abstract, params)
+        lambda p: init_extended(tx.inner, p, precision, options.delayed),
+        jax.tree.map(_abstract, params),
     )
     _check_same_tree(state, expected)
     if precision.master is not None:  # moments are those of the master copies

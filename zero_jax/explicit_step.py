@@ -6,7 +6,8 @@ ZeRO (arXiv 1910.02054, section 7):
   gradient  in `shard_map` over the batch's axes: gather, differentiate, reduce (`gradients`)
   fault     what is not finite shows in the global norm, alike on every device (`faults`)
   unscale, transform, clip
-  update    optax in the global view, each device its own part (`update`)
+  update    optax in the global view, each device its own part (`update`); where it is delayed, on
+            what the step before has left
   hook      what the user does after it
   close     the same type again, every leaf where it was
 
@@ -25,9 +26,10 @@ from jax.sharding import NamedSharding, PartitionSpec
 from . import flax_linen, flax_nnx
 from .anatomy import open_in_step
 from .collectives import constrain, pad, unpad
+from .delayed import Delayed, Pending, put, split_pending, take
 from .extended_state import LossScaled, split_scale
 from .faults import Fault, find_fault, passes
-from .gradients import compute_gradients
+from .gradients import compute_gradients, frozen_parameters
 from .loss_scale import DynamicScale, ScaleState, hopeless, next_scale
 from .step_options import StepOptions
 from .subject import Subject
@@ -61,16 +63,52 @@ class Metrics(NamedTuple):
     aux: Any
 
 
+class Found(NamedTuple):
+    """What a step knows before its update; every array but the gradients is () or small.
+
+    Attributes:
+      pending: for the update.
+      other: the state's other leaves, changed.
+      norm, weight, scale, fault, aux: as in `Metrics`.
+    """
+
+    pending: Pending
+    other: Tree
+    norm: jax.Array
+    weight: jax.Array
+    scale: jax.Array
+    fault: jax.Array
+    aux: Any
+
+
 def explicit_step(
     state: Any, batch: Tree, key: Any, *, loss_fn: Any, tx: Any, options: StepOptions
 ) -> tuple[Any, Metrics]:
     """One step, traced; see the module docstring."""
-    opened = open_nnx if flax_nnx.is_nnx(state) else open_linen
-    subject = opened(state, tx, loss_fn, options)
-    before, optimizer = subject.anatomy, subject.tx
-    scale_state, opt_state = split_scale(before.opt_state)
-    scale = jnp.float32(1) if scale_state is None else scale_state.scale
+    subject = open_subject(state, tx, loss_fn, options)
+    before = subject.anatomy
+    found = differentiate(subject, batch, key, options)
+    layout, (_, opt_state) = subject.layout, split_scale(before.opt_state)
+    waited, opt_state = split_pending(opt_state)
+    given = found.pending if waited is None else take(waited, layout)
+    frozen = frozen_parameters(layout, options)
+    params, opt_state = apply_update(subject.tx, given, opt_state, before.params, frozen)
+    if waited is not None:
+        opt_state = Delayed(put(found.pending, waited, layout), opt_state)
+    params, opt_state, other, metrics = conclude(subject, found, params, opt_state, tx, options)
+    other = jax.tree.map(lambda x, p: constrain(x, p.rest), other, layout.other)
+    return before.close(params, opt_state, other), metrics
 
+
+def open_subject(state: Any, tx: Any, loss_fn: Any, options: StepOptions) -> Subject:
+    """A state and a loss of either kind, taken apart."""
+    return (open_nnx if flax_nnx.is_nnx(state) else open_linen)(state, tx, loss_fn, options)
+
+
+def differentiate(subject: Subject, batch: Tree, key: Any, options: StepOptions) -> Found:
+    """From a batch to what the optimizer is given."""
+    scale_state, _ = split_scale(subject.anatomy.opt_state)
+    scale = jnp.float32(1) if scale_state is None else scale_state.scale
     found = compute_gradients(subject, batch, key, scale, options)
     loss, norm = found.total / found.weight, found.norm / scale
     fault = find_fault(found.weight, norm)
@@ -79,28 +117,42 @@ def explicit_step(
     if options.transform_grads is not None:
         gradients = [times(g, factor) for g in gradients]
         gradients, factor = _transform(gradients, subject, options.transform_grads), None
-    factor = _clipped(factor, norm, options)
-
-    params, opt_state = apply_update(
-        optimizer, gradients, opt_state, before.params,
-        factor=factor, keep=keep, frozen=[not trains for trains in found.trains], loss=loss,
-    )  # fmt: skip
+    pending = Pending(gradients, _clipped(factor, norm, options), keep, loss)
     other = _count_step(subject.put_back(found.carried))
+    return Found(pending, other, norm, found.weight, scale, fault, found.aux)
+
+
+def conclude(
+    subject: Subject, found: Found, params: Tree, opt_state: Any, tx: Any, options: StepOptions
+) -> tuple[Tree, Any, Tree, Metrics]:
+    """The parts of the state after the update, and what the step reports.
+
+    Args:
+      subject: the state before the step.
+      found: by `differentiate`.
+      params, opt_state: after the update, at rest, without the loss scale.
+      tx, options: of the step.
+
+    Returns:
+      Parameters at rest, the optimizer state with the loss scale, all other leaves (those that
+      nothing changes are the very ones that the subject has), and the metrics.
+    """
+    layout, old, other = subject.layout, subject.anatomy.other, found.other
+    loss, keep, fault = found.pending.loss, found.pending.keep, found.fault
     if options.after_update is not None:
-        params, other = _hook(params, opt_state, other, subject, tx, options.after_update)
-        params = jax.tree.map(lambda new, old: _choose(keep, new, old), params, before.params)
-    other = jax.tree.map(lambda new, old: _choose(keep, new, old), other, before.other)
-    other = jax.tree.map(lambda x, p: constrain(x, p.rest), other, subject.layout.other)
+        hooked, other = _hook(params, opt_state, other, subject, tx, options.after_update)
+        params = jax.tree.map(lambda new, was: _choose(keep, new, was), hooked, params)
+    other = jax.tree.map(lambda new, was: _choose(keep, new, was), other, old)
+    scale_state, _ = split_scale(subject.anatomy.opt_state)
     if scale_state is not None:
-        after, fault = _next_scale(scale_state, fault, optimizer.precision.loss_scale)
-        places, _ = split_scale(subject.layout.opt_state)
+        after, fault = _next_scale(scale_state, fault, subject.tx.precision.loss_scale)
+        places, _ = split_scale(layout.opt_state)
         after = jax.tree.map(lambda x, p: constrain(x, p.rest), after, places)
         opt_state = LossScaled(after, opt_state)
     skipped = jnp.int32(0) if keep is None else 1 - keep.astype(jnp.int32)
-    metrics = Metrics(loss, found.weight, norm, scale, skipped, fault, found.aux)
-    everywhere = NamedSharding(subject.layout.mesh, PartitionSpec())
-    metrics = jax.tree.map(lambda x: constrain(x, everywhere), metrics)
-    return before.close(params, opt_state, other), metrics
+    metrics = Metrics(loss, found.weight, found.norm, found.scale, skipped, fault, found.aux)
+    everywhere = NamedSharding(layout.mesh, PartitionSpec())
+    return params, opt_state, other, jax.tree.map(lambda x: constrain(x, everywhere), metrics)
 
 
 def _transform(gradients: list[Any], subject: Subject, transform: Any) -> list[Any]:
@@ -178,4 +230,7 @@ def _hook(
             "after_update: it changed opt_state, which is the optimizer's; return it as it was. "
             "What changes with the optimizer's state belongs into the optax transformation."
         )
-    return jax.tree.map(pad, (changed.params, changed.other), places)
+    return jax.tree.map(
+        lambda new, was, old, place: old if new is was else pad(new, place),
+        (changed.params, changed.other), logical, (params, other), places,
+    )  # fmt: skip

@@ -15,6 +15,7 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from .flax_linen import on_mesh
+from .offload.disk_array import DiskArray
 from .residence import path_of
 
 Tree = Any
@@ -51,7 +52,11 @@ def open_state(state: Any) -> tuple[Tree, Tree, Tree]:
 def template(state: Any) -> tuple[Any, Any]:
     """What is needed to build such a state again: its graph, and its variables without arrays."""
     graphdef, variables = nnx.split(state)
-    return graphdef, jax.eval_shape(lambda: nnx.as_pure(variables))
+
+    def describe(leaf: Any) -> jax.ShapeDtypeStruct:
+        return leaf.describe() if isinstance(leaf, DiskArray) else jax.eval_shape(lambda: leaf)
+
+    return graphdef, jax.tree.map(describe, nnx.as_pure(variables))
 
 
 def close_state(

@@ -18,6 +18,7 @@ from jax.sharding import PartitionSpec
 
 from .at_use import Wire
 from .collectives import constrain, unpad
+from .layout import Layout
 from .local_gradients import make_local_gradient
 from .memories import as_host, is_host
 from .rehearsal import rehearse
@@ -40,7 +41,6 @@ class Gradients(NamedTuple):
       aux: what the loss returned beside.
       total, weight: fp32 (): sums over the batch; the loss is their quotient.
       norm: fp32 (): global norm of the gradients, times the loss scale.
-      trains: which parameters are not frozen.
       weighted: whether the loss says what its rows weigh.
     """
 
@@ -50,7 +50,6 @@ class Gradients(NamedTuple):
     total: jax.Array
     weight: jax.Array
     norm: jax.Array
-    trains: list[bool]
     weighted: bool
 
 
@@ -72,7 +71,9 @@ def compute_gradients(
     layout = subject.layout
     axes = axes_of(layout)
     _check_batch(batch, axes, options)
-    wires, trains = wires_of(subject, options, axes), _trained(subject, options)
+    wires = wires_of(subject, options, axes)
+    trains = [not frozen for frozen in frozen_parameters(layout, options)]
+    trains += [False] * (len(subject.values) - len(trains))
     readings = rehearse(subject, wires, trains, batch, key, axes, options)
     local = make_local_gradient(subject, wires, readings, trains, axes, options)
     rows = jax.tree.map(lambda x: PartitionSpec(axes.batch) if x.ndim else _ALIKE, batch)
@@ -97,7 +98,6 @@ def compute_gradients(
         sums["total"],
         means if weight is None else weight,
         norm,
-        trains[: subject.trained],
         weight is not None,
     )
 
@@ -124,19 +124,18 @@ def _check_batch(batch: Tree, axes: Axes, options: StepOptions) -> None:
             )
 
 
-def _trained(subject: Subject, options: StepOptions) -> list[bool]:
-    """Which values get a gradient: real or complex parameters that are not frozen."""
-    leaves = jax.tree_util.tree_leaves_with_path(subject.layout.params)
+def frozen_parameters(layout: Layout, options: StepOptions) -> list[bool]:
+    """Which parameters stay as they are: those that are frozen, or no real or complex numbers."""
+    leaves = jax.tree_util.tree_leaves_with_path(layout.params)
     frozen = options.frozen
     if frozen is None:
         stays = [False] * len(leaves)
     elif callable(frozen):
         stays = [bool(frozen(p.leaf.path)) for _, p in leaves]
     else:
-        stays = _frozen_leaves(frozen, subject.layout.params)
+        stays = _frozen_leaves(frozen, layout.params)
     numbers = [jnp.issubdtype(p.leaf.dtype, jnp.inexact) for _, p in leaves]
-    trains = [n and not s for n, s in zip(numbers, stays, strict=True)]
-    return trains + [False] * (len(subject.values) - len(trains))
+    return [s or not n for n, s in zip(numbers, stays, strict=True)]
 
 
 def _frozen_leaves(frozen: Tree, params: Tree) -> list[bool]:

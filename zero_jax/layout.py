@@ -18,7 +18,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from .cuts import Cuts
 from .mesh import data_axes, refine
-from .offload_policy import HostMemory, streams_by_layer
+from .offload_policy import Nvme, Offload, streams_by_layer
 from .partition import Partition
 from .placement import Leaf, Memory, Placement, TreeName
 from .reporting.tables import aligned, bytes_text
@@ -26,6 +26,7 @@ from .rules import Rule
 from .stage import Stage
 
 Tree = Any
+_WHERE: dict[Memory, str] = {"device": "", "pinned_host": "on the host; ", "disk": "on disk; "}
 
 
 @dataclass(frozen=True)
@@ -61,7 +62,7 @@ class Layout:
       opt_state: tree of `Placement`, structure of the optimizer state.
       other: tree of `Placement` of all other leaves (statistics, keys, counters, averages).
       stacked: paths of parameters that a rule calls "stacked": layers along their first dim.
-      offload: what lies in host memory, None: nothing does.
+      offload: what lies in host memory or in files, None: nothing does.
     """
 
     stage: Stage
@@ -74,7 +75,7 @@ class Layout:
     opt_state: Tree
     other: Tree
     stacked: frozenset[str] = frozenset()
-    offload: HostMemory | None = None
+    offload: Offload | None = None
 
     def report(self) -> list[LeafReport]:
         """One record per leaf, in the order params, grads, opt_state, other."""
@@ -100,12 +101,17 @@ class Layout:
     @cached_property
     def bytes_per_device(self) -> dict[str, int]:
         """Bytes on one device at rest, by tree. Gradients live only during a step."""
-        return self._sum(lambda p: 0 if p.on_host else p.bytes_per_device)
+        return self._sum(lambda p: 0 if p.is_away else p.bytes_per_device)
 
     @cached_property
     def host_bytes_per_device(self) -> dict[str, int]:
         """Bytes in host memory for one device, by tree; a host holds them for each of its own."""
         return self._sum(lambda p: p.bytes_per_device if p.on_host else 0)
+
+    @cached_property
+    def disk_bytes_per_device(self) -> dict[str, int]:
+        """Bytes in files for one device, by tree. There are two copies of each; see `Nvme`."""
+        return self._sum(lambda p: p.bytes_per_device if p.memory == "disk" else 0)
 
     @cached_property
     def total_bytes(self) -> dict[str, int]:
@@ -139,15 +145,16 @@ class Layout:
         rows = [
             (r.tree, r.path, str(r.shape), r.dtype, str(r.spec).removeprefix("PartitionSpec"),
              bytes_text(r.bytes_per_device),
-             r.reason if r.memory == "device" else f"on the host; {r.reason}")
+             f"{_WHERE[r.memory]}{r.reason}")
             for r in self.report()
         ]  # fmt: skip
         held, total = self.bytes_per_device, self.total_bytes
-        away = self.host_bytes_per_device
+        away, filed = self.host_bytes_per_device, self.disk_bytes_per_device
         sums = [
             (tree, bytes_text(held[tree]), "per device of", bytes_text(total[tree]),
              f"({held[tree] / total[tree]:.4f})" if total[tree] else "",
-             f"and {bytes_text(away[tree])} on the host" if away[tree] else "")
+             f"and {bytes_text(away[tree])} on the host" if away[tree] else "",
+             f"and {bytes_text(filed[tree])} on disk" if filed[tree] else "")
             for tree in total
         ]  # fmt: skip
         header = ("tree", "leaf", "shape", "dtype", "spec", "per device", "why")
@@ -184,7 +191,7 @@ def build_layout(
     rules: Mapping[str, Rule] | None = None,
     frozen: Collection[str] = (),
     pads_parameters: bool = False,
-    offload: HostMemory | None = None,
+    offload: Offload | None = None,
 ) -> Layout:
     """Decide where every leaf lies.
 
@@ -197,7 +204,7 @@ def build_layout(
       rules: path pattern -> rule; see `rules`.
       frozen: paths of leaves of `other` that are parameters the optimizer does not train.
       pads_parameters: parameters may be padded at rest, since no user's code reads them.
-      offload: what lies in host memory: the optimizer state, but for its scalars.
+      offload: what lies in host memory or in files: the optimizer state, but for its scalars.
 
     Raises:
       ValueError: a rule matches no parameter, or its spec does not fit the leaf.
@@ -224,11 +231,14 @@ def build_layout(
     states = placed("opt_state", cuts.optimizer, opt_state)
     parameters = placed("params", cuts.parameter, params)
     if offload is not None:
-        states = jax.tree.map(_on_host, states)
+        kept_in: Memory = "disk" if isinstance(offload, Nvme) else "pinned_host"
+        states = jax.tree.map(lambda p: _away(p, kept_in), states)
     if offload is not None and offload.params:
         parameters = jax.tree.map(
             lambda p: (
-                _on_host(p) if streams_by_layer(p.leaf.path, p.leaf.shape, cuts.stacked) else p
+                _away(p, "pinned_host")
+                if streams_by_layer(p.leaf.path, p.leaf.shape, cuts.stacked)
+                else p
             ),
             parameters,
         )
@@ -248,7 +258,7 @@ def build_layout(
     )
 
 
-def _on_host(placement: Placement) -> Placement:
-    """The placement in host memory; a scalar stays, since it is read all over."""
-    is_scalar = placement.leaf.shape == ()
-    return placement if is_scalar else replace(placement, memory="pinned_host")
+def _away(placement: Placement, memory: Memory) -> Placement:
+    """The placement in another memory; a scalar, read all over, stays, and what has no elements."""
+    shape = placement.leaf.shape
+    return placement if shape == () or 0 in shape else replace(placement, memory=memory)

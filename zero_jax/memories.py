@@ -7,6 +7,7 @@ written into, an array on the host moves alone.
 Not here: where a leaf lies between steps (`placement`).
 """
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -14,6 +15,8 @@ import jax.numpy as jnp
 from jax.core import ShapedArray
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
+
+from .compat import host_computation
 
 HOST, DEVICE = jax.memory.Space.Host, jax.memory.Space.Device
 
@@ -65,6 +68,31 @@ def zeros(shape: tuple[int, ...], dtype: Any, *, on_host: bool) -> jax.Array:
     """Zeros to be written piece by piece, in either memory."""
     return zeros_on_host(shape, dtype) if on_host else jnp.zeros(shape, dtype)
 
+
+def compute_on_host(
+    function: Callable[..., list[Any]], memories: Sequence[Any]
+) -> Callable[..., list[Any]]:
+    """`function`, computed by the host's processor; each process computes its devices' parts.
+
+    Args:
+      function: of trees of arrays; returns a list of arrays. It meets all of them as if they were
+        on the device, so that constants of its own can be among them.
+      memories: where each result is wanted, `HOST` or `DEVICE`.
+
+    Returns:
+      A function of the same trees, arrays on the host.
+    """
+
+    def untyped(*args: Any) -> list[Any]:
+        return function(*jax.tree.map(_forget_memory.bind, args))
+
+    spaces = list(memories)
+    return host_computation(untyped, compute_type="device_host", out_memory_spaces=spaces)
+
+
+_forget_memory = Primitive("forget_memory")
+_forget_memory.def_abstract_eval(lambda x: x.update(memory_space=DEVICE))
+mlir.register_lowering(_forget_memory, lambda _, x: [x])
 
 _zeros = Primitive("zeros_on_host")
 _zeros.def_impl(lambda **how: jax.jit(lambda: _zeros.bind(**how))())  # outside of any jit

@@ -2,21 +2,29 @@
 
 ZeRO-Offload (arXiv 2101.06840, section 4) keeps the optimizer state and the fp32 parameters of
 mixed-precision training in host memory; ZeRO-Infinity (arXiv 2104.07857, section 5.1) the
-parameters, too. A policy says what goes; `layout` writes it down leaf by leaf, and the step streams
-what it needs back (`streams`).
+parameters, too, and has the optimizer state in files on a local disk. A policy says what goes;
+`layout` writes it down leaf by leaf, and the step streams what it needs back (`offload.streams`,
+`offload.disk_update`).
 
 Not here: the transfers, and what activations are kept on the host (`remat`).
 """
 
 from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Literal, get_args
+from pathlib import Path
+from typing import Any, Literal, get_args
 
 Where = Literal["auto", "host", "device"]
+UpdateOn = Literal["device", "host"]
+Existing = Literal["refuse", "resume", "replace"]
 
 CHUNK_BYTES = 256 * 2**20
 """Of the state that is on its way to or from one device at a time. A PCIe link reaches its full
 rate with pieces of a few MiB; larger ones only cost memory, of which three are held."""
+
+BUFFER_BYTES = 256 * 2**20
+"""Of pieces between a disk and this process's devices. Pieces of 16 MiB and more go at the rate of
+the disk, and memory that is used again at once is faster than memory that is new."""
 
 
 def streams_by_layer(path: str, shape: tuple[int, ...], stacked: Collection[str]) -> bool:
@@ -41,19 +49,76 @@ class HostMemory:
       chunk_bytes: how much of it is moved at a time, per device; up to three chunks are on the
         device at once. A layer of a stack, and a leaf that the optimizer must see whole (its norm,
         say), is moved in one piece whatever its size.
+      update_on: "device": the optimizer state passes through the device. "host": the host's
+        processor computes the update, elementwise optimizers only; gradients go there and new
+        parameters come back, moments and master copies never leave. On GPUs the host then holds
+        the optimizer state twice during the update.
+      delayed: the update of a step is made during the next one, from its gradients, which wait in
+        host memory (`delayed`); only the explicit step can.
     """
 
     params: bool = False
     gradients: Where = "auto"
     chunk_bytes: int = CHUNK_BYTES
+    update_on: UpdateOn = "device"
+    delayed: bool = False
 
     def __post_init__(self) -> None:
-        if not isinstance(self.params, bool):
-            raise TypeError(f"params={self.params!r}; expected True or False.")
-        if self.gradients not in get_args(Where):
-            raise ValueError(
-                f"gradients={self.gradients!r}; expected one of "
-                f"{', '.join(map(repr, get_args(Where)))}."
-            )
-        if not isinstance(self.chunk_bytes, int) or self.chunk_bytes < 1:
-            raise ValueError(f"chunk_bytes={self.chunk_bytes!r}; expected a number of bytes.")
+        _check_bool("params", self.params)
+        _check_choice("gradients", self.gradients, Where)
+        _check_bytes("chunk_bytes", self.chunk_bytes)
+        _check_choice("update_on", self.update_on, UpdateOn)
+        _check_bool("delayed", self.delayed)
+
+
+@dataclass(frozen=True)
+class Nvme:
+    """The optimizer state lies in files on a disk of each host, master copies included.
+
+    ZeRO-Infinity's NVMe offload (section 5.2.2): the update reads, computes and writes piece by
+    piece, the next piece being read while one is computed and the last one written. Only the
+    explicit step can. The directory holds two copies, one complete while the other is written: a
+    run that is killed goes on from the last complete step, with everything that its steps change.
+
+    Attributes:
+      path: a directory that is there, on the disk. Each process makes one of its own in it.
+      params, gradients: as in `HostMemory`, in host memory.
+      buffer_bytes: host memory of a process for pieces on their way. A leaf that the optimizer must
+        see whole has to fit in a quarter of it.
+      existing: if the directory has a training state: "refuse" it, "resume" from it (its layout
+        must be this one; a checkpoint fits any), or "replace" it.
+    """
+
+    path: str | Path
+    params: bool = False
+    gradients: Where = "auto"
+    buffer_bytes: int = BUFFER_BYTES
+    existing: Existing = "refuse"
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.path, (str, Path)) or not str(self.path):
+            raise TypeError(f"path={self.path!r}; expected a directory.")
+        _check_bool("params", self.params)
+        _check_choice("gradients", self.gradients, Where)
+        _check_bytes("buffer_bytes", self.buffer_bytes)
+        _check_choice("existing", self.existing, Existing)
+
+
+Offload = HostMemory | Nvme
+
+
+def _check_bool(name: str, value: Any) -> None:
+    if not isinstance(value, bool):
+        raise TypeError(f"{name}={value!r}; expected True or False.")
+
+
+def _check_choice(name: str, value: Any, choices: Any) -> None:
+    if value not in get_args(choices):
+        raise ValueError(
+            f"{name}={value!r}; expected one of {', '.join(map(repr, get_args(choices)))}."
+        )
+
+
+def _check_bytes(name: str, value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ValueError(f"{name}={value!r}; expected a number of bytes.")

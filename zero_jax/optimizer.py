@@ -23,6 +23,7 @@ from .extended_state import LossScaled, init_extended
 from .layout import Layout
 from .master_weights import MasterWeights, update_with_master
 from .offload.grouping import Input, Output
+from .offload.on_host import update_on_host
 from .offload.streams import stream
 from .offload_policy import HostMemory
 from .placement import Placement
@@ -139,7 +140,8 @@ class _Binding:
         layout, precision = self.layout, self.precision
 
         def born(params: Tree) -> Any:
-            state = init_extended(self.inner, params, precision)
+            delayed = isinstance(layout.offload, HostMemory) and layout.offload.delayed
+            state = init_extended(self.inner, params, precision, delayed)
             return _map(pad, layout.opt_state, state, "opt_state")
 
         return jax.jit(born)(params)
@@ -165,6 +167,7 @@ class _Binding:
         if isinstance(state, MasterWeights) and params is None:
             raise ValueError("params: with master weights call tx.update(grads, state, params)")
         if layout.offload is not None:
+            assert isinstance(layout.offload, HostMemory)  # files: the explicit step alone
             updates, state = self._streamed(layout.offload, grads, state, params, extra)
         else:
             state = _map(unpad, layout.opt_state, state, "opt_state")
@@ -192,6 +195,9 @@ class _Binding:
         """The same for a state on the host, which comes and goes leaf by leaf."""
         layout = self.layout
         assert layout is not None
+        _check_tree(layout.opt_state, state, "opt_state", at_rest=True)
+        if params is not None:
+            _check_tree(layout.updates, params, "params")
         trees = (grads, state) if params is None else (grads, state, params)
         arrays, structure = jax.tree.flatten(trees)
         wheres = (layout.updates, layout.opt_state, layout.params)[: len(trees)]
@@ -208,7 +214,8 @@ class _Binding:
         inputs = [Input(*each) for each in zip(arrays, places, in_flight, strict=True)]
         outputs = [Output(p, None) for p in jax.tree.leaves(layout.params)]
         outputs += [Output(places[at], at) for at in range(n, n + held)]
-        return results.unflatten(stream(compute, inputs, outputs, policy.chunk_bytes))
+        pass_over = update_on_host if policy.update_on == "host" else stream
+        return results.unflatten(pass_over(compute, inputs, outputs, policy.chunk_bytes))
 
 
 def _check_dtypes(layout: Layout, precision: Precision, grads: Tree) -> None:
@@ -255,18 +262,24 @@ def _constrain_number(x: Any, sharding: Any) -> Any:
 
 def _map(move: Any, placements: Tree, tree: Tree, name: str) -> Tree:
     """Apply `move(leaf, placement)` leaf by leaf; containers are those of `tree`."""
-    where, structure = jax.tree.leaves(placements), jax.tree.structure(tree)
-    leaves = structure.flatten_up_to(tree)
+    structure, where = jax.tree.structure(tree), jax.tree.leaves(placements)
+    leaves = _check_tree(placements, tree, name, at_rest=move is unpad)
+    return structure.unflatten(move(x, p) for x, p in zip(leaves, where, strict=True))
+
+
+def _check_tree(placements: Tree, tree: Tree, name: str, at_rest: bool = False) -> list[Any]:
+    """The leaves of a tree, if they have the layout's shapes, logical or at rest."""
+    where, leaves = jax.tree.leaves(placements), jax.tree.leaves(tree)
     if len(where) != len(leaves):
         raise ValueError(
             f"{name}: {len(leaves)} leaves where the layout has {len(where)}; this is not the "
             "tree that the optimizer was laid out for (gradients need the parameters' structure)."
         )
     for placement, leaf in zip(where, leaves, strict=True):
-        expected = placement.partition.rest_shape if move is unpad else placement.leaf.shape
+        expected = placement.partition.rest_shape if at_rest else placement.leaf.shape
         if jnp.shape(leaf) != expected:
             raise ValueError(
                 f"{name}/{placement.leaf.path}: has shape {jnp.shape(leaf)}, expected "
                 f"{expected}; this is not the tree that the optimizer was laid out for."
             )
-    return structure.unflatten(move(x, p) for x, p in zip(leaves, where, strict=True))
+    return leaves

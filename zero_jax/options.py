@@ -8,7 +8,7 @@ import jax
 from jax.sharding import Mesh, NamedSharding
 
 from .mesh import resolve_mesh
-from .offload_policy import HostMemory
+from .offload_policy import HostMemory, Nvme, Offload
 from .precision import Precision
 from .rules import Rule
 from .stage import Stage, parse_stage
@@ -33,7 +33,12 @@ class Options:
     precision: Precision = field(default_factory=Precision)
     rules: Mapping[str, Rule] = field(default_factory=dict)
     executor: Executor = "annotated"
-    offload: HostMemory | None = None
+    offload: Offload | None = None
+
+    @property
+    def delayed(self) -> bool:
+        """Whether the optimizer's update is one step late."""
+        return isinstance(self.offload, HostMemory) and self.offload.delayed
 
 
 def check_options(
@@ -45,7 +50,7 @@ def check_options(
     precision: Precision | None,
     rules: Mapping[str, Rule] | None,
     executor: Executor,
-    offload: HostMemory | None = None,
+    offload: Offload | None = None,
 ) -> Options:
     """Read the arguments of an entry point.
 
@@ -69,14 +74,25 @@ def check_options(
             "zero_jax.Precision, such as Precision.bf16()."
         )
     check_choice("executor", executor, Executor)
-    if offload is not None and not isinstance(offload, HostMemory):
+    if offload is not None and not isinstance(offload, Offload):
         raise TypeError(
             f"offload={offload!r} is a {type(offload).__name__}; expected a zero_jax.HostMemory, "
-            "such as HostMemory(), or None."
+            "such as HostMemory(), a zero_jax.Nvme, or None."
         )
     resolved = resolve_mesh(mesh if mesh is not None else _found_mesh(state, axis), axis)
     if offload is not None:
-        _check_memory(resolved)
+        if isinstance(offload, Nvme) and executor != "explicit":
+            raise ValueError(
+                "offload: optimizer state in files (Nvme) is updated by make_train_step alone; "
+                'pass executor="explicit".'
+            )
+        if isinstance(offload, HostMemory) or offload.params:
+            _check_memory(resolved)
+        if isinstance(offload, HostMemory) and offload.delayed and executor != "explicit":
+            raise ValueError(
+                "offload: a delayed update is made by make_train_step alone; pass "
+                'executor="explicit".'
+            )
         if offload.params and executor != "explicit":
             raise ValueError(
                 "offload: parameters on the host (HostMemory(params=True)) are fetched by "

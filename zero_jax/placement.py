@@ -18,7 +18,7 @@ from .mesh import axes_of_size, data_axes, is_explicit
 from .partition import Partition, trimmed
 
 TreeName = Literal["params", "grads", "opt_state", "other"]
-Memory = Literal["device", "pinned_host"]
+Memory = Literal["device", "pinned_host", "disk"]
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,8 @@ class Leaf:
 class Placement:
     """Where one leaf lies: `rest` between steps, `flight` inside the optimizer's update.
 
-    `memory` says on which side of the link to the host it rests; in flight it is on the device.
+    `memory` says where it rests: on the device, in the host's memory, in files; in flight it is on
+    the device.
 
     At rest a leaf may be padded or flattened (`partition.rest_shape`); in flight it has its logical
     `shape`, so that padding never reaches a norm, a factored mean or a mask.
@@ -61,6 +62,11 @@ class Placement:
     def on_host(self) -> bool:
         """Whether the leaf lies in host memory between steps."""
         return self.memory == "pinned_host"
+
+    @property
+    def is_away(self) -> bool:
+        """Whether the leaf has to be fetched before the device can compute with it."""
+        return self.memory != "device"
 
     @cached_property
     def rest(self) -> NamedSharding:
@@ -115,6 +121,12 @@ class Placement:
     def total_bytes(self) -> int:
         """Bytes of the logical leaf, unpartitioned."""
         return math.prod(self.leaf.shape) * self.leaf.dtype.itemsize
+
+
+def scalar_placement(dtype: Any, mesh: Mesh, axis: str) -> Placement:
+    """A number that every device has, beside the state."""
+    partition = Partition("whole", PartitionSpec(), (), None, 1, "scalar")
+    return Placement("other", Leaf("", (), dtype), partition, mesh, axis)
 
 
 def without_axis(spec: Iterable[object], axis: str) -> PartitionSpec:

@@ -80,6 +80,12 @@ class Precision:
             return dtype
         return jnp.dtype(self.params)
 
+    def reduced(self, dtype: jnp.dtype) -> jnp.dtype:
+        """Dtype in which the gradient of a parameter is reduced that lies as `dtype`."""
+        if not jnp.issubdtype(dtype, jnp.floating):
+            return dtype
+        return jnp.dtype(self.reduce or jnp.promote_types(dtype, jnp.float32))
+
     def keeps_master(self, dtype: jnp.dtype) -> bool:
         """Whether a parameter that arrives as `dtype` has a master copy in the optimizer state."""
         if self.master is None or not jnp.issubdtype(dtype, jnp.floating):

@@ -21,6 +21,7 @@ from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding
 
 from .collectives import filled, stripped
+from .offload.disk_array import DiskArray
 from .placement import Leaf, Placement, without_axis
 
 Tree = Any
@@ -141,6 +142,8 @@ def gather(leaf: Any, placement: Placement) -> Any:
         return jax.ShapeDtypeStruct(
             placement.leaf.shape, leaf.dtype, sharding=target, weak_type=leaf.weak_type
         )
+    if isinstance(leaf, DiskArray):
+        leaf = leaf.load()
     return stripped(jax.device_put(jnp.copy(leaf), target), placement.leaf.shape)
 
 

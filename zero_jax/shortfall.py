@@ -9,10 +9,12 @@ import math
 import os
 import sys
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import jax
+from jax.sharding import Mesh
 
 from .layout import Layout
 from .partition import RULED
@@ -74,16 +76,42 @@ def warn_if_short(layout: Layout) -> None:
 
 def _warn_of_pinned_limit(layout: Layout) -> None:
     """Say that XLA pins less host memory for a process's GPUs than its state takes."""
-    first = layout.mesh.devices.flat[0]
-    own = [d for d in layout.mesh.devices.flat if d.process_index == first.process_index]
-    held = sum(layout.host_bytes_per_device.values()) * len(own)
+    first, own = layout.mesh.devices.flat[0], len(devices_of_a_process(layout.mesh))
+    held = sum(layout.host_bytes_per_device.values()) * own
+    letter = pinned_limit_letter(held, first.platform)
+    if letter:
+        warn(letter)
+
+
+def pinned_limit_letter(held_bytes: int, platform: str) -> str:
+    """What to do about host memory of a process that is more than its GPUs may pin; "" for none.
+
+    Args:
+      held_bytes: in host memory, for all devices of one process.
+      platform: of its devices.
+    """
     gigabytes = float(os.environ.get(PINNED_LIMIT, 64))
-    if first.platform in ("gpu", "cuda") and held > gigabytes * 1e9:
-        warn(
-            f"offload: {bytes_text(held)} of a process's state lie in host memory, of which GPUs "
-            f"pin at most {gigabytes:g} GB; set {PINNED_LIMIT}={math.ceil(1.25 * held / 1e9)} "
-            "before JAX starts."
-        )
+    if platform not in ("gpu", "cuda") or held_bytes <= gigabytes * 1e9:
+        return ""
+    return (
+        f"offload: {bytes_text(held_bytes)} of a process's state lie in host memory, of which GPUs "
+        f"pin at most {gigabytes:g} GB; set {PINNED_LIMIT}={math.ceil(1.25 * held_bytes / 1e9)} "
+        "before JAX starts."
+    )
+
+
+@contextmanager
+def ignored_pinned_limit() -> Iterator[None]:
+    """Within it nobody warns of that limit; for who says it otherwise."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "offload: .* GPUs pin at most", ZeroWarning)
+        yield
+
+
+def devices_of_a_process(mesh: Mesh) -> list[Any]:
+    """The devices of a mesh that the process of its first device has."""
+    first = mesh.devices.flat[0]
+    return [d for d in mesh.devices.flat if d.process_index == first.process_index]
 
 
 def _divisible(tree: Any) -> bool:

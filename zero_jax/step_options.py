@@ -1,5 +1,6 @@
 """What `make_train_step` takes, checked before anything is traced."""
 
+import inspect
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -62,3 +63,26 @@ def _whole(name: str, value: Any) -> None:
         raise TypeError(f"{name}={value!r} is a {type(value).__name__}; expected a whole number.")
     if value < 1:
         raise ValueError(f"{name}={value}; expected 1 or more.")
+
+
+def takes_rng(loss_fn: Callable[..., Any], collections: Mapping[str, Any]) -> TakesRng:
+    """Whether a loss has a third positional argument, and whether it needs it."""
+    if not callable(loss_fn):
+        raise TypeError(f"loss_fn={loss_fn!r}; expected a function of (params, batch) or more.")
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    positional = [
+        p
+        for p in inspect.signature(loss_fn).parameters.values()
+        if p.kind in kinds and p.name not in collections
+    ]
+    if len(positional) > 3:  # more are the user's own, if they have values
+        positional = positional[:3] + [p for p in positional[3:] if p.default is p.empty]
+    if not 2 <= len(positional) <= 3:
+        raise TypeError(
+            f"loss_fn: it takes {len(positional)} positional arguments, "
+            f"({', '.join(p.name for p in positional)}); expected (params, batch) or "
+            "(params, batch, rng), and one keyword for each collection."
+        )
+    if len(positional) == 2:
+        return "no"
+    return "yes" if positional[2].default is inspect.Parameter.empty else "if given"

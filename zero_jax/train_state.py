@@ -33,9 +33,12 @@ from .anatomy import (
 from .collectives import constrain, pad
 from .extended_state import extend
 from .layout import Layout
-from .offload_policy import HostMemory
+from .offload.dataflow import trace
+from .offload.disk_state import settle
+from .offload_policy import Nvme, Offload
 from .optimizer import PartitionedOptimizer
 from .options import DEFAULT_MIN_SIZE, Executor, Options, check_options
+from .placement import Placement
 from .precision import Precision
 from .residence import abstract, gather, is_compile_only, place, strengthen
 from .rules import Rule
@@ -54,7 +57,7 @@ def shard_train_state(
     precision: Precision | None = None,
     rules: Mapping[str, Rule] | None = None,
     executor: Executor = "annotated",
-    offload: HostMemory | None = None,
+    offload: Offload | None = None,
     tx: Any = None,
 ) -> S:
     """Lay a training state out for a ZeRO stage (arXiv 1910.02054, section 5).
@@ -74,7 +77,9 @@ def shard_train_state(
         shapes. "explicit": only `make_train_step`, so that at stage 3 a parameter that no dim
         divides is padded at rest as its moments are.
       offload: `HostMemory()` keeps the optimizer state, master copies included, in the host's
-        pinned memory; both executors stream it through the device. Scalars stay on the device.
+        pinned memory; both executors stream it through the device. `Nvme(path)` keeps it in files
+        on a local disk, for the explicit executor; its leaves are `DiskArray`s. Scalars stay on the
+        device.
       tx: for a state without a `tx` of its own, the optimizer its step uses, wrapped by
         `partition_optimizer`; for a dict of states, a dict of them.
 
@@ -108,8 +113,15 @@ def shard_train_state(
             "mesh: its devices hold no arrays in this process; pass shapes: jax.eval_shape(create)."
         )
     layout = lay_out(anatomy, options)
-    opt_state = extend(anatomy.params, anatomy.opt_state, options.precision)
+    opt_state = extend(anatomy.params, anatomy.opt_state, options.precision, options.delayed)
     parts = (anatomy.params, opt_state, anatomy.other)
+    if isinstance(options.offload, Nvme) and not any(map(_is_abstract, jax.tree.leaves(state))):
+        leaves, structure = jax.tree.flatten(parts)
+        where = jax.tree.leaves(_placements(layout))
+        made = settle(
+            layout, anatomy.tx, lambda which: [place(leaves[at], where[at]) for at in which]
+        )
+        return anatomy.close(*structure.unflatten(made))
     return anatomy.close(*jax.tree.map(place, parts, _placements(layout)))
 
 
@@ -123,7 +135,7 @@ def init_train_state(
     precision: Precision | None = None,
     rules: Mapping[str, Rule] | None = None,
     executor: Executor = "annotated",
-    offload: HostMemory | None = None,
+    offload: Offload | None = None,
     tx: Any = None,
 ) -> S:
     """Build a training state that never exists whole on any device.
@@ -146,6 +158,9 @@ def init_train_state(
     described = any(map(_is_abstract, jax.tree.leaves(args)))
     if described or is_compile_only(options.mesh):
         return birth.anatomy.close(*jax.tree.map(abstract, _placements(birth.layout)))
+    if isinstance(options.offload, Nvme):
+        made = settle(birth.layout, birth.anatomy.tx, birth.in_parts(args))
+        return birth.anatomy.close(*birth.structure.unflatten(made))
     return birth.anatomy.close(*birth.structure.unflatten(birth.jitted(*args)))
 
 
@@ -159,7 +174,7 @@ def lower_init_train_state(
     precision: Precision | None = None,
     rules: Mapping[str, Rule] | None = None,
     executor: Executor = "annotated",
-    offload: HostMemory | None = None,
+    offload: Offload | None = None,
     tx: Any = None,
 ) -> jax.stages.Lowered:
     """The initialisation that `init_train_state` runs, lowered and not run.
@@ -214,8 +229,35 @@ class _Birth:
 
     anatomy: Anatomy
     layout: Layout
-    jitted: Any
+    born: Callable[..., list[jax.Array]]
     structure: Any
+
+    @property
+    def jitted(self) -> Any:
+        """All leaves at once."""
+        return jax.jit(self.born, out_shardings=[p.rest for p in self._where])
+
+    def in_parts(self, args: tuple[Any, ...]) -> Callable[[list[int]], list[jax.Array]]:
+        """Positions of leaves -> these leaves, from `args`; the others are not computed."""
+        flat, structure = jax.tree.flatten(args)
+        graph = trace(lambda *x: self.born(*structure.unflatten(x)), *flat)
+
+        def make(which: list[int]) -> list[jax.Array]:
+            part = graph.part([graph.outputs[at] for at in which])
+            lie = [self._where[at].rest for at in which]
+
+            def run(*flat: Any) -> list[jax.Array]:
+                return [
+                    jnp.asarray(x) for x in part.run(dict(zip(graph.inputs, flat, strict=True)))
+                ]
+
+            return jax.jit(run, out_shardings=lie)(*flat)
+
+        return make
+
+    @property
+    def _where(self) -> list[Placement]:
+        return jax.tree.leaves(_placements(self.layout))
 
 
 def _birth(create: Callable[..., Any], args: tuple[Any, ...], options: Options, tx: Any) -> _Birth:
@@ -238,14 +280,13 @@ def _birth(create: Callable[..., Any], args: tuple[Any, ...], options: Options, 
         params, opt_state, other = parts(*args)
         # drawn in parts and gathered in the dtype at rest: no wide copy of a leaf is ever whole
         params = jax.tree.map(lambda x, p: constrain(x, p.flight), params, layout.updates)
-        trees = params, extend(params, opt_state, options.precision), other
+        trees = params, extend(params, opt_state, options.precision, options.delayed), other
         return [
             pad(strengthen(jnp.asarray(x), p), p)
             for x, p in zip(jax.tree.leaves(trees), where, strict=True)
         ]
 
-    jitted = jax.jit(born, out_shardings=[p.rest for p in where])
-    return _Birth(anatomy, layout, jitted, structure)
+    return _Birth(anatomy, layout, born, structure)
 
 
 def _is_abstract(leaf: Any) -> bool:

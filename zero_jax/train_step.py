@@ -12,7 +12,6 @@ Here: the jitted function, its donation and compiler options, faults raised on t
 objects, which are updated in place.
 """
 
-import inspect
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
@@ -25,9 +24,11 @@ from . import flax_nnx
 from .anatomy import optimizer_of
 from .collectives import Combine
 from .compiler_options import compiler_options
+from .disk_step import DiskStep
 from .explicit_step import Metrics, explicit_step
 from .faults import Watch
 from .offload.described import describe_memories
+from .offload_policy import Nvme
 from .step_options import (
     Collection,
     NonFinite,
@@ -35,9 +36,10 @@ from .step_options import (
     Regather,
     Statistics,
     StepOptions,
-    TakesRng,
+    takes_rng,
 )
 from .train_state import layout_of
+from .update_report import UpdateTraffic
 from .wires import layer_bytes
 
 Tree = Any
@@ -127,7 +129,7 @@ def make_train_step(
         aux=aux or {},
         statistics=statistics,
         after_update=after_update,
-        takes_rng=_takes_rng(loss_fn, collections or {}),
+        takes_rng=takes_rng(loss_fn, collections or {}),
     )
     return TrainStep(loss_fn, tx, options, donate, compiler_options)
 
@@ -140,7 +142,8 @@ class TrainStep:
     ):
         self._options, self._donate, self._compiler_options = options, donate, compiler_options
         self._step = partial(explicit_step, loss_fn=loss_fn, tx=tx, options=options)
-        self._tx, self._jitted = tx, None
+        self._loss_fn, self._tx, self._jitted = loss_fn, tx, None
+        self._disk_step: DiskStep | None = None
         self._watch = Watch(options.nonfinite)
 
     def __call__(self, state: Any, batch: Tree, rng: Any = None) -> tuple[Any, Metrics]:
@@ -150,7 +153,14 @@ class TrainStep:
           FloatingPointError, ValueError: an earlier step had a fault; nothing is lost.
         """
         self._watch.check()
-        if flax_nnx.is_nnx(state):
+        on_disk = self._on_disk(state)
+        if on_disk is not None:
+            after, metrics = on_disk(state, batch, self._key(rng))
+            if flax_nnx.is_nnx(state):
+                nnx.update(state, nnx.split(after)[1])
+            else:
+                state = after
+        elif flax_nnx.is_nnx(state):
             graph, variables = nnx.split(state)
             run = self._function(state) if _is_traced(variables, batch) else self._jit(state)
             variables, metrics = run(variables, batch, self._key(rng), graph)
@@ -169,8 +179,16 @@ class TrainStep:
         """
         self._watch.check(wait=True)
 
+    @property
+    def traffic(self) -> UpdateTraffic | None:
+        """What the update of the last step has moved; None but for a state in files."""
+        return None if self._disk_step is None else self._disk_step.traffic
+
     def lower(self, state: Any, batch: Tree, rng: Any = None) -> jax.stages.Lowered:
         """Lower the step, also for states and batches of `ShapeDtypeStruct`s."""
+        on_disk = self._on_disk(state)
+        if on_disk is not None:
+            return on_disk.lower(state, batch, self._key(rng))
         jitted = self._make_jitted(state)
         if flax_nnx.is_nnx(state):
             graph, variables = nnx.split(state)
@@ -191,6 +209,18 @@ class TrainStep:
             )
         return rng
 
+    def _on_disk(self, state: Any) -> DiskStep | None:
+        """The step on a state in files, made once; None for any other state."""
+        laid_out = state if self._tx is None else self._tx
+        if self._disk_step is None and isinstance(layout_of(laid_out).offload, Nvme):
+            if not self._donate:
+                raise ValueError(
+                    "donate=False: the optimizer state lies in files, which steps use up."
+                )
+            compiler = self._compiler(laid_out)
+            self._disk_step = DiskStep(state, self._loss_fn, self._tx, self._options, compiler)
+        return self._disk_step
+
     def _jit(self, state: Any) -> Any:
         """The step, jitted once."""
         if self._jitted is None:
@@ -198,14 +228,17 @@ class TrainStep:
         return self._jitted
 
     def _make_jitted(self, state: Any) -> Any:
-        laid_out, options = state if self._tx is None else self._tx, self._compiler_options
-        options = step_compiler_options(laid_out) if options is None else dict(options)
+        options = self._compiler(state if self._tx is None else self._tx)
         return jax.jit(
             self._function(state),
             donate_argnums=0 if self._donate else (),
             static_argnums=3 if flax_nnx.is_nnx(state) else None,
             compiler_options=options or None,
         )
+
+    def _compiler(self, laid_out: Any) -> dict[str, Any]:
+        given = self._compiler_options
+        return step_compiler_options(laid_out) if given is None else dict(given)
 
     def _function(self, state: Any) -> Any:
         """The step on what `state` is for jax: itself, or the variables of an NNX one."""
@@ -229,7 +262,8 @@ def step_compiler_options(state: Any) -> dict[str, Any]:
     """
     layout, optimizer = layout_of(state), optimizer_of(state)
     in_a_layer = layer_bytes(layout, optimizer.precision)
-    return compiler_options(layout.mesh.devices.flat[0], in_a_layer)
+    uses_host = any(p.on_host for p in layout.placements())
+    return compiler_options(layout.mesh.devices.flat[0], in_a_layer, uses_host)
 
 
 def _is_traced(state: Any, batch: Tree) -> bool:
@@ -244,26 +278,3 @@ def _first_leaf(tree: Any) -> Any:
         return tree
     found = (_first_leaf(child) for child in level[0] if child is not None)
     return next((leaf for leaf in found if leaf is not None), None)
-
-
-def _takes_rng(loss_fn: Callable[..., Any], collections: Mapping[str, Any]) -> TakesRng:
-    """Whether a loss has a third positional argument, and whether it needs it."""
-    if not callable(loss_fn):
-        raise TypeError(f"loss_fn={loss_fn!r}; expected a function of (params, batch) or more.")
-    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    positional = [
-        p
-        for p in inspect.signature(loss_fn).parameters.values()
-        if p.kind in kinds and p.name not in collections
-    ]
-    if len(positional) > 3:  # more are the user's own, if they have values
-        positional = positional[:3] + [p for p in positional[3:] if p.default is p.empty]
-    if not 2 <= len(positional) <= 3:
-        raise TypeError(
-            f"loss_fn: it takes {len(positional)} positional arguments, "
-            f"({', '.join(p.name for p in positional)}); expected (params, batch) or "
-            "(params, batch, rng), and one keyword for each collection."
-        )
-    if len(positional) == 2:
-        return "no"
-    return "yes" if positional[2].default is inspect.Parameter.empty else "if given"

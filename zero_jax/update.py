@@ -16,82 +16,99 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from .collectives import constrain, pad, unpad
+from .collectives import constrain, pad
+from .delayed import Pending, split_pending
 from .extended_state import split_scale
 from .master_weights import MasterWeights, master_leaves
 from .memories import is_host
 from .offload.grouping import Input, Output
+from .offload.on_host import update_on_host
 from .offload.streams import stream
+from .offload_policy import HostMemory
 from .optimizer import PartitionedOptimizer
-from .placement import Placement
+from .placement import Placement, scalar_placement
 from .precision import round_to
 
 Tree = Any
 
 
 def apply_update(
-    tx: PartitionedOptimizer,
-    gradients: list[jax.Array],
-    opt_state: Any,
-    params: Tree,
-    *,
-    factor: jax.Array | None,
-    keep: jax.Array | None,
-    frozen: list[bool],
-    loss: jax.Array,
+    tx: PartitionedOptimizer, pending: Pending, opt_state: Any, params: Tree, frozen: list[bool]
 ) -> tuple[Tree, Any]:
     """Update parameters and optimizer state.
 
     Args:
       tx: the wrapped optimizer.
-      gradients: one for each parameter, in flight: logical shapes under `layout.updates`; or on
-        the host, at rest as `layout.updates` says.
-      opt_state: at rest, without the loss scale.
+      pending: gradients, and how they count.
+      opt_state: at rest, without the loss scale and what waits.
       params: at rest.
-      factor: fp32 (), by which gradients are multiplied (clipping, the loss scale); None is 1.
-      keep: a bool (); if False everything stays as it is, bit for bit. None is True.
       frozen: parameters that stay whatever the optimizer says.
-      loss: of the step, for transformations that ask for a `value`.
 
     Returns:
       New parameters and optimizer state at rest.
     """
     layout = tx.layout
     assert layout is not None
-    structure, state_structure = jax.tree.structure(params), jax.tree.structure(opt_state)
-    rests, parts = jax.tree.leaves(layout.params), jax.tree.leaves(layout.updates)
-    places = jax.tree.leaves(split_scale(layout.opt_state)[1])
-    leaves, state = jax.tree.leaves(params), jax.tree.leaves(opt_state)
-    n = len(leaves)
-
-    def compute(*flat: Any) -> list[Any]:
-        gradients = [times(g, factor) for g in flat[:n]]
-        old = [constrain(x, p.flight) for x, p in zip(flat[n : 2 * n], parts, strict=True)]
-        trees = structure, state_structure.unflatten(flat[2 * n :])
-        moved, after = _move(tx, gradients, old, *trees, keep=keep, frozen=frozen, loss=loss)
-        pairs = zip(moved, leaves, parts, strict=True)
-        return [*(_narrow(m, x.dtype, part) for m, x, part in pairs), *after]
-
+    function, inputs, outputs = traced_update(tx, pending, opt_state, params, frozen)
     if layout.offload is not None:
-        inputs = [
-            *(_gradient(g, p) for g, p in zip(gradients, parts, strict=True)),
-            *(Input(x, p) for x, p in zip([*leaves, *state], [*rests, *places], strict=True)),
-        ]
-        outputs = [Output(p, n + at) for at, p in enumerate([*rests, *places])]
-        results = stream(compute, inputs, outputs, layout.offload.chunk_bytes)
+        assert isinstance(layout.offload, HostMemory)  # a state in files has a step of its own
+        pass_over = update_on_host if layout.offload.update_on == "host" else stream
+        results = pass_over(function, inputs, outputs, layout.offload.chunk_bytes)
     else:
-        logical = [unpad(x, p) for x, p in zip([*leaves, *state], [*rests, *places], strict=True)]
-        results = compute(*gradients, *logical)
-        results = [pad(x, p) for x, p in zip(results, [*rests, *places], strict=True)]
+        results = function(*(i.logical() for i in inputs))
+        results = [pad(x, o.place) for x, o in zip(results, outputs, strict=True)]
+    leaves, structure = jax.tree.flatten(params)
+    n, state_structure = len(leaves), jax.tree.structure(opt_state)
     new = [x if stays else y for x, y, stays in zip(leaves, results[:n], frozen, strict=True)]
     return structure.unflatten(new), state_structure.unflatten(results[n:])
 
 
+def traced_update(
+    tx: PartitionedOptimizer, pending: Pending, opt_state: Any, params: Tree, frozen: list[bool]
+) -> tuple[Any, list[Input], list[Output]]:
+    """The update as a function of flat logical arrays, its inputs and its outputs.
+
+    Inputs are the gradients, the parameters, the optimizer state, then factor, keep and loss as far
+    as there are any; outputs the parameters and the optimizer state. Arguments as in
+    `apply_update`.
+    """
+    layout = tx.layout
+    assert layout is not None
+    structure, state_structure = jax.tree.structure(params), jax.tree.structure(opt_state)
+    rests, parts = jax.tree.leaves(layout.params), jax.tree.leaves(layout.updates)
+    places = jax.tree.leaves(split_pending(split_scale(layout.opt_state)[1])[1])
+    leaves, state = jax.tree.leaves(params), jax.tree.leaves(opt_state)
+    n, held = len(leaves), len(leaves) + len(state)
+    scalars, said_structure = jax.tree.flatten(pending._replace(gradients=()))
+
+    def scalar(dtype: Any) -> Placement:
+        return scalar_placement(dtype, layout.mesh, layout.axis)
+
+    def function(*flat: Any) -> list[Any]:
+        said = said_structure.unflatten(flat[n + held :])
+        gradients = [times(g, said.factor) for g in flat[:n]]
+        old = [constrain(x, p.flight) for x, p in zip(flat[n : 2 * n], parts, strict=True)]
+        trees = structure, state_structure.unflatten(flat[2 * n : n + held])
+        moved, after = _move(
+            tx, gradients, old, *trees, keep=said.keep, frozen=frozen, loss=said.loss
+        )
+        pairs = zip(moved, leaves, parts, strict=True)
+        return [*(_narrow(m, x.dtype, part) for m, x, part in pairs), *after]
+
+    inputs = [
+        *(_gradient(g, p) for g, p in zip(pending.gradients, parts, strict=True)),
+        *(Input(x, p) for x, p in zip([*leaves, *state], [*rests, *places], strict=True)),
+        *(Input(x, scalar(x.dtype), in_flight=True) for x in scalars),
+    ]
+    outputs = [Output(p, n + at) for at, p in enumerate([*rests, *places])]
+    return function, inputs, outputs
+
+
 def _gradient(g: jax.Array, part: Placement) -> Input:
     """A gradient as an input of the stream."""
-    if is_host(g):
+    if isinstance(g, jax.Array) and is_host(g):
         return Input(g, replace(part, memory="pinned_host"))
-    return Input(g, part, in_flight=True)
+    return Input(g, part, in_flight=g.shape == part.leaf.shape)
 
 
 def times(g: Any, factor: jax.Array | None) -> Any:

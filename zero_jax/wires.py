@@ -88,7 +88,7 @@ def wires_of(subject: Subject, options: StepOptions, axes: Axes) -> list[Wire]:
                 rest=cut_of(rest),
                 grad=grad,
                 compute=_compute(rest, precision),
-                reduce=_reduce(rest, precision),
+                reduce=precision.reduced(rest.leaf.dtype),
                 scatters_at_use=early,
                 summed_at_use=() if many else others,
                 summed_late=others if many else (),
@@ -134,7 +134,8 @@ def layer_bytes(layout: Layout, precision: Precision) -> int | None:
     """
     leaves = [p for p in jax.tree.leaves(layout.params) if p.leaf.path in layout.stacked]
     widths = [
-        max(jnp.dtype(of(p, precision)).itemsize for of in (_compute, _reduce)) for p in leaves
+        max(jnp.dtype(_compute(p, precision)).itemsize, precision.reduced(p.leaf.dtype).itemsize)
+        for p in leaves
     ]
     sizes = [prod(p.leaf.shape[1:]) * width for p, width in zip(leaves, widths, strict=True)]
     return sum(sizes) or None
@@ -144,10 +145,3 @@ def _compute(rest: Placement, precision: Precision) -> Any:
     dtype = rest.leaf.dtype
     real = jnp.issubdtype(dtype, jnp.floating)
     return precision.compute if real and precision.compute is not None else dtype
-
-
-def _reduce(rest: Placement, precision: Precision) -> Any:
-    dtype = rest.leaf.dtype
-    if not jnp.issubdtype(dtype, jnp.floating):
-        return dtype
-    return precision.reduce or jnp.promote_types(dtype, jnp.float32)

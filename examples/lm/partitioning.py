@@ -5,6 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
@@ -29,17 +30,26 @@ def zero_options(
     Raises:
       ValueError: `zero.model_parallel` does not divide the devices, the heads or the vocabulary.
     """
-    half = cfg.model.dtype == "bfloat16"
     return {
         "stage": cfg.zero.stage,
         "mesh": _mesh(cfg, devices),
         "axis": cfg.zero.axis,
         "min_size": cfg.zero.min_size,
-        "precision": zero_jax.Precision.bf16() if half else None,
+        "precision": _precision(cfg),
         "rules": {"blocks/*": "stacked"},
         "executor": cfg.step.executor,
         "offload": _offload(cfg.offload),
     }
+
+
+def _precision(cfg: schema.LanguageModelRun) -> zero_jax.Precision:
+    half = cfg.model.dtype == "bfloat16"
+    precision = zero_jax.Precision.bf16() if half else zero_jax.Precision()
+    return (
+        replace(precision, reduce=jnp.bfloat16)
+        if cfg.step.reduce_dtype == "bfloat16"
+        else precision
+    )
 
 
 def _offload(o: schema.Offload) -> zero_jax.HostMemory | None:

@@ -106,16 +106,21 @@ class Step:
         recomputes layers (`model.remat`).
       microbatches: parts that a batch is computed in, one after the other; their gradients are
         summed in float32. Divides the rows that a device has of a batch.
+      reduce_dtype: dtype that gradients are reduced in, and wait for the update; bfloat16 is for
+        the explicit executor.
     """
 
     executor: Literal["annotated", "explicit"] = "annotated"
     layer_loop: Literal["scan", "prefetch"] = "scan"
     microbatches: int = 1
+    reduce_dtype: Literal["float32", "bfloat16"] = "float32"
 
     def __post_init__(self) -> None:
         _at_least(self, microbatches=1)
         if self.layer_loop == "prefetch" and self.executor != "explicit":
             raise ValueError('layer_loop="prefetch" needs executor="explicit".')
+        if self.reduce_dtype != "float32" and self.executor != "explicit":
+            raise ValueError(f'reduce_dtype="{self.reduce_dtype}" needs executor="explicit".')
 
 
 @dataclass(frozen=True)

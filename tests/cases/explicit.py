@@ -117,16 +117,24 @@ def without_padding(tree: Tree, placements: Tree) -> Tree:
 
 def make_step(loss_fn: Any, tx: Any = None, **options: Any) -> Any:
     """The library's step, compiled as the tests compile."""
-    return zero_jax.make_train_step(loss_fn, tx=tx, compiler_options=NOT_OPTIMIZED, **options)
+    options = {"compiler_options": NOT_OPTIMIZED} | options
+    return zero_jax.make_train_step(loss_fn, tx=tx, **options)
 
 
-def opened(name: str, stage: int, build: dict[str, Any] | None = None, **changed: Any) -> Opened:
+def opened(
+    name: str,
+    stage: int,
+    build: dict[str, Any] | None = None,
+    offload: zero_jax.HostMemory | None = None,
+    **changed: Any,
+) -> Opened:
     """A program laid out for its stage and the explicit step, with that step.
 
     Args:
       name: of the program.
       stage: 1, 2 or 3.
       build: keyword arguments of its `build` in place of the case's.
+      offload: what lies on the host.
       changed: options of `make_train_step` beside or in place of its own.
     """
     if name == "c10":
@@ -140,7 +148,9 @@ def opened(name: str, stage: int, build: dict[str, Any] | None = None, **changed
     built = case.program.build(**(case.options if build is None else build), wrap_tx=wrap_tx)
     pair = (built["model"], built["optimizer"]) if "optimizer" in built else None
     tx = built["tx"] if beside else None
-    state = zero_jax.shard_train_state(pair or built["state"], stage, executor="explicit", tx=tx)
+    state = zero_jax.shard_train_state(
+        pair or built["state"], stage, executor="explicit", offload=offload, tx=tx
+    )
     layout = zero_jax.layout_of(tx or state)
     step = make_step(means.loss(built, layout.batch_axes), tx, **{**means.options, **changed})
 

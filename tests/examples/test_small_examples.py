@@ -52,6 +52,16 @@ def test_claim(name, capsys):
     assert entries == ENTRIES
 
 
+def test_offload(capsys):
+    """Of 16 bytes a parameter, gradients included, 8 are the moments', which are elsewhere."""
+    result = importlib.import_module("offload").main()
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 12 and all("GB/s" in lines[at] for at in (1, 7))
+    for where in ("host", "disk"):
+        assert result[f"{where} losses"] < 1e-6
+        assert result[f"{where} share"] == pytest.approx((4 + 4) / (4 + 4 + 8), rel=0.01)
+
+
 def test_command_line():
     """As the docstring says: from the root, and with devices that the example makes itself."""
     env = {k: v for k, v in os.environ.items() if not k.startswith(("XLA_", "JAX_"))}

@@ -7,63 +7,18 @@ step computes inside of loops and the other before them. Where gradients wait on
 is summed layer by layer, and only its last bits may differ: those runs do not clip.
 """
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 from flax.training.train_state import TrainState
-from laws.offload_net import ROWS, STEPS, create, data, laid_out, loss, memories
+from laws.offload_net import ROWS, create, data, laid_out, loss, memories
+from laws.offload_runs import N, run, same_bits
 from laws.step_subjects import EXACT, mesh_of
 
 import zero_jax
 from zero_jax import HostMemory
-
-N = 4
-
-OPTIMIZERS = {
-    "adamw": lambda: optax.adamw(1e-2),
-    "lion": lambda: optax.lion(1e-3),
-    "sgd momentum": lambda: optax.sgd(1e-2, momentum=0.9),
-    "adafactor": lambda: optax.adafactor(1e-2, min_dim_size_to_factor=8),
-    "MultiSteps": lambda: optax.MultiSteps(optax.adam(1e-2), 3),
-    "masked": lambda: optax.chain(
-        optax.scale_by_adam(),
-        optax.masked(optax.add_decayed_weights(0.1), lambda p: jax.tree.map(jnp.ndim, p)),
-        optax.scale(-1e-2),
-    ),
-}
-
-
-@functools.cache
-def run(optimizer, stage, executor, offload, microbatches=1, half=False):
-    """Losses of the steps, and the last parameters; every state is where it should be."""
-    precision = zero_jax.Precision.bf16() if half else None
-    state = laid_out(OPTIMIZERS[optimizer](), stage, offload, executor, N, precision=precision)
-    step = zero_jax.make_train_step(loss, microbatches=microbatches, compiler_options=EXACT)
-    if executor == "annotated":
-        step = annotated_step
-    losses = []
-    for i in range(STEPS):
-        state, metrics = step(state, zero_jax.shard_batch(data(i), state))
-        losses.append(np.asarray(metrics.loss if executor == "explicit" else metrics))
-        if offload is not None:
-            where = memories(state.opt_state)
-            assert where[True] == {"pinned_host"} and where[False] <= {"device"}
-    return losses, jax.tree.map(np.asarray, zero_jax.unshard_train_state(state).params)
-
-
-@functools.partial(jax.jit, donate_argnums=0, compiler_options=EXACT)
-def annotated_step(state, batch):
-    value, grads = jax.value_and_grad(loss)(state.params, batch)
-    return state.apply_gradients(grads=grads), value
-
-
-def same_bits(a, b):
-    for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
-        np.testing.assert_array_equal(x, y)
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,8 @@
 """Law: with its state on the host, a model trains on a device that could not hold it.
 
 Whole steps of the language model in one executable, compiled for one H100: bf16 parameters, fp32
-master copies and moments on the host, gradients in bf16, clipping, four rows of 1024 tokens.
+master copies and moments on the host, gradients in bf16, clipping, four rows of 1024 tokens. The
+one of 13 billion parameters is in `test_forecasts_offload`.
 """
 
 import dataclasses
@@ -49,14 +50,6 @@ def compiled(layers, width, params):
     return sum(int(np.prod(p.leaf.shape)) for p in jax.tree.leaves(layout.params)), word
 
 
-def test_13_billion_parameters_on_a_device_of_32_gigabytes():
-    """The host holds 12 bytes a parameter, and the gradients, once."""
-    size, memory = compiled(62, 4096, False)
-    assert 12.6e9 < size < 13e9
-    assert memory.peak_bytes <= 30.0 * GIB
-    assert memory.host_bytes <= 1.05 * (12 + 2) * size
-
-
 def test_40_billion_with_the_parameters_on_the_host():
     """Twice the depth: what is kept of the layers more is their inputs, and nothing else."""
     size, memory = compiled(50, 8192, True)
@@ -94,3 +87,16 @@ def test_an_update_passes_in_three_chunks_and_in_place(machine):
     assert memory.host_peak_bytes <= 12 * held + 2 * chunk
     gradients = 4 * held  # in fp32, as they are reduced
     assert memory.temp_bytes <= gradients + 3 * chunk
+
+
+@pytest.mark.parametrize("offload", [None, HostMemory()])
+def test_nothing_is_computed_again_for_the_host_bytes(offload):
+    """XLA for GPUs counts them as the device's, and is kept from making room."""
+    mesh = jax.sharding.Mesh(np.array(compile_only_devices("h100:1x1")), ("data",))
+    state = zero_jax.shard_train_state(
+        jax.eval_shape(lambda: TrainState.create(
+            apply_fn=None, params={"w": jnp.zeros((64, 64))}, tx=optax.adam(1e-3)
+        )), 1 if offload else 0, mesh=mesh, offload=offload,
+    )  # fmt: skip
+    options = zero_jax.step_compiler_options(state)
+    assert options.get("xla_disable_hlo_passes") == (offload and "rematerialization")

@@ -20,6 +20,7 @@ from zero_jax.planning import fit
 from zero_jax.planning.fit import Planner, make_planner
 from zero_jax.planning.forecast import Compiled, lay_out
 from zero_jax.planning.program import Choice, Program
+from zero_jax.planning.topology import parse_topology
 
 CONFIG = Path("network.toml")
 PLENTY = 2**40
@@ -219,6 +220,82 @@ def smallest(told: Told, **options) -> Choice | None:
     return None if found is None else found.choice
 
 
+@dataclass(frozen=True)
+class Offloading(Builder):
+    """The network, with its optimizer state on the host if that is chosen; it keeps parameters."""
+
+    def __call__(self, config, overrides, choice, devices) -> Program:
+        made = super().__call__(config, overrides, choice, devices)
+        if made.choice.offload == "none":
+            return made
+        options = {**made.options, "offload": zero_jax.HostMemory()}
+        return replace(made, options=options)
+
+
+def test_what_is_on_the_device_stays_there_if_another_change_suffices():
+    """The optimizer state goes to the host where nothing else fits; parameters cannot here."""
+    builder = Offloading(OWN, rows=8, width=256)
+    resident = min(peaks_within(replace(builder), 3).values())
+    found = fit.plan(planner(builder, resident))
+    assert found.smallest_change is not None and found.notes == ()
+    assert found.smallest_change.choice.offload == "none"
+
+    found = fit.plan(planner(builder, resident - 1))
+    change = found.smallest_change
+    assert change is not None and change.fits and change.choice.offload == "optimizer"
+    assert found.advice == f"The smallest change that fits: {change.choice} instead of {OWN}."
+    assert str(change.choice).endswith("optimizer offloaded")
+    moments = 2 * 4 * change.parameters  # of all devices
+    shared = moments if change.choice.stage == 0 else -(-moments // 8)
+    assert shared <= change.host_bytes <= shared + 8 * 3 * 4  # padded leaves
+    assert change.process_host_bytes == 8 * change.host_bytes
+    assert change.from_host_bytes == change.to_host_bytes == change.host_bytes
+    assert change.optimizer_bytes == 4 and change.disk_bytes == 0  # a count of steps
+
+
+def test_a_program_that_offloads_is_told_apart_by_its_policy():
+    """Its builder says nothing of it, and keeps it when it is asked for less."""
+
+    def offloads(config, overrides, choice, devices):
+        made = Builder()(config, overrides, choice, devices)
+        return replace(made, options={**made.options, "offload": zero_jax.HostMemory(params=True)})
+
+    made = planner(offloads).program()
+    assert made.choice == replace(OWN, offload="params")
+    assert str(made.choice) == "stage 0, no remat, optimizer and parameters offloaded"
+    assert planner(offloads).foresee(OWN) is None
+    assert planner(Builder()).foresee(replace(OWN, offload="optimizer")) is None
+
+
+def test_a_state_in_files_is_a_letter(tmp_path):
+    def filed(config, overrides, choice, devices):
+        made = Builder()(config, overrides, choice, devices)
+        nvme = {"offload": zero_jax.Nvme(tmp_path), "executor": "explicit"}
+        return replace(made, options={**made.options, **nvme})
+
+    with pytest.raises(ValueError, match="network: .* KiB of its state lie in files"):
+        fit.plan(planner(filed))
+
+
+def test_notes_of_the_link_and_of_the_pinned_pool(monkeypatch):
+    """Of the candidate that waits longest for its host, on a GPU that may pin 64 GB."""
+    monkeypatch.delenv("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", raising=False)
+    few = replace(some_forecast(), host_bytes=8 * 10**9, host_seconds=0.5, compute_seconds=1.0)
+    many = replace(few, host_bytes=9 * 10**9, host_seconds=3.0, devices_per_process=8)
+    gpus = parse_topology("a100-80:8")
+    assert fit._notes([some_forecast()], gpus) == ()
+    (link,) = fit._notes([few], gpus)
+    assert link == (
+        "The link to the host takes 500 ms of a step, less than computing (1.00 s), at 31.5 GB/s "
+        "each way (PCI Express 4.0, 16 lanes)."
+    )
+    link, limit = fit._notes([few, many], gpus)
+    assert "3.00 s of a step, 3 times as long as computing" in link
+    assert "67.1 GiB of a process's state" in limit  # 8 x 9 GB
+    assert "pin at most 64 GB; set XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB=90 before" in limit
+    assert len(fit._notes([many], parse_topology("v5p:2x2x2"))) == 1  # of GPUs alone
+
+
 ONE, TWO, BOTH = Choice(1, False, 1), Choice(2, False, 1), Choice(1, True, 1)
 
 
@@ -298,6 +375,31 @@ def test_a_step_that_gathers_nothing_says_so():
     with pytest.warns(zero_jax.ZeroWarning, match="network, stage 3: the step gathers no param"):
         planner(Builder(gathers=False)).forecast(Choice(3, False, 1))
     planner(Builder(gathers=False)).forecast(Choice(2, False, 1))  # which has nothing to gather
+
+
+def test_of_the_example_only_the_prefetching_loop_fetches_parameters(tmp_path):
+    """And its policy is what was chosen, whatever the configuration says."""
+    config = tmp_path / "run.toml"
+    config.write_text('[step]\nexecutor = "explicit"\n[offload]\noptimizer = true\n')
+    made = make_planner(plan_lm.program, config, "cpu:8", memory_bytes=PLENTY)
+    assert made.program().choice.offload == "optimizer"
+    assert made.program(Choice(3, False, 1, "params")).choice == Choice(3, False, 1, "optimizer")
+    assert made.program(Choice(3, False, 1)).options["offload"] is None
+
+    prefetch = ("step.layer_loop=prefetch", "model.remat=true", "step.reduce_dtype=bfloat16")
+    made = replace(made, overrides=prefetch)
+    program = made.program(Choice(3, True, 1, "params"))
+    assert program.choice.offload == "params" and program.options["offload"].params
+    assert program.options["precision"].reduce == jnp.bfloat16
+    waiting = replace(made, overrides=(*prefetch, "offload.gradients=host"))
+    parts = Choice(3, True, 2, "optimizer")  # gradients that wait there are not summed
+    assert waiting.program(parts).choice == replace(parts, microbatches=1)
+    found = made.forecast(Choice(3, True, 1, "params"))
+    matrices = 4 * 12 * 128**2 // 8  # of 4 layers, an eighth each
+    rest = found.parameters // 8 - matrices
+    held = (4 + 8 + 2) * matrices + 8 * rest  # with two moments; gradients in half precision
+    assert held <= found.host_bytes <= 1.01 * held
+    assert found.to_host_bytes == found.host_bytes
 
 
 def test_a_prefetching_loop_has_no_program_that_does_not_recompute(tmp_path):

@@ -162,12 +162,14 @@ PSI = 256 * 128 + 128 * 384 + 384
 COUNT = 4  # bytes of a step counter
 
 
-def lay_out(stage, tx=None, mesh=None, precision=None):
+def lay_out(stage, tx=None, mesh=None, precision=None, offload=None):
     plain = optax.adamw(1e-3) if tx is None else tx
     wrapped = zero_jax.partition_optimizer(plain)
     state = {"params": SHAPES, "opt_state": jax.eval_shape(plain.init, SHAPES)}
     precision = zero_jax.Precision.bf16() if precision is None else precision
-    zero_jax.shard_train_state(state, stage, tx=wrapped, mesh=mesh, precision=precision)
+    zero_jax.shard_train_state(
+        state, stage, tx=wrapped, mesh=mesh, precision=precision, offload=offload
+    )
     assert wrapped.layout is not None
     return wrapped.layout
 
@@ -186,6 +188,16 @@ def test_the_layout_counts_what_the_closed_form_does(stage, replicas):
     assert exact.optimizer_bytes == closed.optimizer_bytes + COUNT
     assert exact.host_bytes == closed.host_bytes + COUNT
     assert exact.device_bytes == closed.device_bytes
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+def test_what_a_layout_has_on_the_host_is_counted_there(stage):
+    """All of the optimizer state but its counter; the same bytes as on the device, elsewhere."""
+    here = memory.from_layout(lay_out(stage))
+    away = memory.from_layout(lay_out(stage, offload=zero_jax.HostMemory()))
+    assert away.host_bytes == here.optimizer_bytes - COUNT and away.optimizer_bytes == COUNT
+    assert away.total_bytes == here.total_bytes
+    assert away.device_bytes == here.total_bytes - away.host_bytes
 
 
 OPTIMIZERS = {

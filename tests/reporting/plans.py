@@ -50,6 +50,20 @@ def forecast(
     )
 
 
+def offloaded(f: Forecast) -> Forecast:
+    """The same with its optimizer state on the host, twice for two devices of a process."""
+    return replace(
+        f,
+        choice=replace(f.choice, offload="optimizer"),
+        optimizer_bytes=0,
+        host_bytes=f.optimizer_bytes,
+        devices_per_process=2,
+        from_host_bytes=f.optimizer_bytes + 2**30,
+        to_host_bytes=f.optimizer_bytes,
+        host_seconds=1.5,
+    )
+
+
 def compiled(f: Forecast, peak_bytes: int | None = None) -> Forecast:
     """The same candidate with the compiler's word: by default nine tenths of the predicted peak."""
     peak = f.peak_bytes * 9 // 10 if peak_bytes is None else peak_bytes
@@ -58,7 +72,12 @@ def compiled(f: Forecast, peak_bytes: int | None = None) -> Forecast:
     return replace(f, compiled=Compiled(arguments, peak - arguments, peak, 0, wire, 0.015625, 2.5))
 
 
-def plan(*forecasts: Forecast, advised: Forecast | None = None, **fields: str) -> Plan:
+def plan(
+    *forecasts: Forecast,
+    advised: Forecast | None = None,
+    notes: tuple[str, ...] = (),
+    **fields: str,
+) -> Plan:
     """A plan of these candidates; `fields` are its program and advice."""
     first = forecasts[0]
     return Plan(
@@ -70,6 +89,7 @@ def plan(*forecasts: Forecast, advised: Forecast | None = None, **fields: str) -
         forecasts=forecasts,
         smallest_change=advised,
         advice=fields.get("advice", "Fits as it is (stage 1, no remat)."),
+        notes=notes,
     )
 
 

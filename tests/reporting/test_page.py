@@ -84,6 +84,17 @@ def test_the_tables_have_the_numbers():
     assert "fits, advised" in cells
 
 
+def test_what_is_on_the_host_is_told_where_it_is():
+    away = plans.compiled(plans.offloaded(plans.forecast(0, 6 * B)))
+    reader = Reader(plan_page(plans.plan(away, notes=("The link & more.",))))
+    assert "The link & more." in reader.said("p") and "Host" in reader.said("dt")
+    heads, cells = reader.said("th"), reader.said("td")
+    for name in ("on the host", "on its host, by a process", "link to the host"):
+        assert name in heads and name not in Reader(plan_page(PLAN)).said("th")
+    assert "134 GiB" in cells and "68.1 GiB" in cells and "1.50 s" in cells
+    assert "Host" not in Reader(plan_page(PLAN)).said("dt")
+
+
 def widths(reader, kind, key="width"):
     return [float(str(attrs[key]).rstrip("%")) for attrs in reader.all("rect", kind)]
 

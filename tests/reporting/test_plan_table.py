@@ -1,5 +1,6 @@
 """The table shows a plan's numbers on any width of console, the JSON all of them."""
 
+import dataclasses
 import json
 
 import pytest
@@ -21,6 +22,13 @@ def lines(plan, width=250) -> list[str]:
     with console.capture() as capture:
         console.print(plan_table(plan))
     return [line.rstrip() for line in capture.get().splitlines()]
+
+
+AWAY = plans.plan(
+    plans.forecast(1, 6 * B),
+    plans.compiled(plans.offloaded(plans.forecast(0, 6 * B))),
+    notes=("The link takes [long].",),
+)
 
 
 def rows(plan, width=250) -> list[list[str]]:
@@ -80,6 +88,26 @@ def test_the_compilers_words_stand_beside_the_predicted_ones():
     assert advised[5:8] == ["-", "-", "fits, advised"]
 
 
+def test_what_is_on_the_host_has_columns_where_it_is():
+    """12 bytes of 6e9 parameters, for two devices of a process; the other candidate has nothing."""
+    resident, away = ([cell.strip() for cell in row] for row in rows(AWAY, 400))
+    assert resident[1] == "-" and away[1] == "optimizer"
+    assert away.count("67.1 GiB") == 2 and "134 GiB" in away  # held, sent; of a process
+    at = away.index("68.1 GiB")  # fetched, with 1 GiB of gradients
+    assert away[at : at + 3] == ["68.1 GiB", "67.1 GiB", "1.50 s"]
+    text = "\n".join(lines(AWAY, 400))
+    for heading in ("loaded", "by a process", "link to", "from the"):
+        assert heading in text and heading not in "\n".join(lines(FOUR, 400))
+    assert "on disk" not in text.replace("\n", " ")
+    assert lines(AWAY)[-2] == "The link takes [long]."  # the advice is last
+
+
+def test_what_is_on_a_disk_has_a_column():
+    filed = dataclasses.replace(plans.forecast(1), disk_bytes=3 * 2**30)
+    (row,) = rows(plans.plan(filed))
+    assert "3.00 GiB" in [cell.strip() for cell in row]
+
+
 @pytest.mark.parametrize("width", [60, 80, 100, 120, 200])
 @pytest.mark.parametrize("plan", [FOUR, VARIED], ids=["four", "varied"])
 def test_a_narrow_console_gets_more_tables_and_whole_cells(plan, width):
@@ -107,7 +135,12 @@ def test_json_has_the_records_names_and_whole_bytes():
     record = json.loads(plan_json(VARIED), parse_constant=pytest.fail)
     assert list(record)[:5] == ["program", "topology", "memory_bytes", "convention", "parameters"]
     first = record["forecasts"][0]
-    assert first["choice"] == {"stage": 0, "remat": False, "microbatches": 1}
+    assert first["choice"] == {
+        "stage": 0,
+        "remat": False,
+        "microbatches": 1,
+        "offload": "none",
+    }
     assert first["params_bytes"] == 2 * 6 * B and first["optimizer_bytes"] == 12 * 6 * B
     assert first["peak_bytes"] == 20 * 6 * B + 16 and first["fits"] is False
     assert first["missing_bytes"] == first["compiled"]["peak_bytes"] - 79 * 2**30

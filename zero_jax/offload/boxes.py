@@ -26,6 +26,44 @@ Arrays = list[Any]
 
 
 @dataclass(frozen=True)
+class Boxes:
+    """How a leaf is gone through.
+
+    Attributes:
+      shape: of all boxes together.
+      box: of each; it is shorter in one dim, or in none. In files the last one may be smaller.
+
+    >>> boxes = Boxes((50, 1024), (16, 1024))
+    >>> boxes.count, boxes.corner(3), boxes.own((50, 1032)), boxes.own((50, 1032), 3)
+    (4, [48, 0], (16, 1032), (2, 1032))
+    """
+
+    shape: tuple[int, ...]
+    box: tuple[int, ...]
+
+    @property
+    def dim(self) -> int | None:
+        """The dim that is divided, None if none is."""
+        return next((d for d, size in enumerate(self.shape) if self.box[d] != size), None)
+
+    @property
+    def count(self) -> int:
+        """How many there are."""
+        return 1 if self.dim is None else -(-self.shape[self.dim] // self.box[self.dim])
+
+    def corner(self, i: Any) -> list[Any]:
+        """Where box `i` begins."""
+        return [i * self.box[d] if d == self.dim else 0 for d in range(len(self.shape))]
+
+    def own(self, shape: tuple[int, ...], i: int = 0) -> tuple[int, ...]:
+        """Shape of box `i` of an array that may be padded along dims that boxes leave whole."""
+        if self.dim is None:
+            return shape
+        size = min(self.box[self.dim], self.shape[self.dim] - i * self.box[self.dim])
+        return (*shape[: self.dim], size, *shape[self.dim + 1 :])
+
+
+@dataclass(frozen=True)
 class Column:
     """One array of the leaf.
 
@@ -76,6 +114,24 @@ def box_of(
     return None if best == shape else best
 
 
+def ragged_box(
+    shape: tuple[int, ...], stays: Sequence[bool], leaf_bytes: int, most_bytes: int
+) -> tuple[int, ...] | None:
+    """A box of a leaf in files, of nearly equal size; the last one may be smaller. As `box_of`.
+
+    >>> ragged_box((50257, 1600), (False, False), 50257 * 1600 * 12, 2**28)
+    (12565, 1600)
+    """
+    free = [d for d, stay in enumerate(stays) if not stay and shape[d] > 1]
+    if leaf_bytes <= most_bytes or not free:
+        return None
+    dim = next((d for d in free if leaf_bytes // shape[d] <= most_bytes), None)
+    if dim is None:  # one row is too much, whichever dim they are counted along
+        dim = max(free, key=lambda d: shape[d])
+    count = -(-shape[dim] // max(1, most_bytes * shape[dim] // leaf_bytes))
+    return (*shape[:dim], -(-shape[dim] // count), *shape[dim + 1 :])
+
+
 def _parts(shape: tuple[int, ...], dim: int) -> list[int]:
     """Sizes into which a dim divides."""
     tile = {1: 128, 2: 16}.get(len(shape) - dim, 1)
@@ -104,28 +160,25 @@ def pass_in_boxes(
     Returns:
       The new values, cut as the columns that they replace.
     """
-    (dim,) = (d for d, (size, part) in enumerate(zip(shape, box, strict=True)) if size != part)
-    count, cut = shape[dim] // box[dim], columns[0].lies
+    boxes, cut = Boxes(shape, box), columns[0].lies
+    count, corner = boxes.count, boxes.corner
     state = [as_host(c.value) if c.on_host else c.value for c in columns]
 
-    def corner(i: Any) -> list[Any]:
-        return [i * box[dim] if d == dim else 0 for d in range(len(shape))]
-
     def own(array: jax.Array) -> tuple[int, ...]:
-        return tuple(box[d] if d == dim else s for d, s in enumerate(array.shape))
+        return boxes.own(array.shape)
 
     def read(i: Any, state: Arrays, on_host: bool) -> Arrays:
         chosen = [c.is_read and c.on_host == on_host for c in columns]
         pairs = zip(state, chosen, strict=True)
-        boxes = [lax.dynamic_slice(x, corner(i), own(x)) for x, c in pairs if c]
-        return [_fitted(to_device(x) if on_host else x, box, cut) for x in boxes]
+        pieces = [lax.dynamic_slice(x, corner(i), own(x)) for x, c in pairs if c]
+        return [fitted(to_device(x) if on_host else x, box, cut) for x in pieces]
 
     def write(i: Any, state: Arrays, fetched: Arrays) -> Arrays:
         theirs, ours = iter(fetched), iter(read(i, state, on_host=False))
         results = compute([next(theirs) if c.on_host else next(ours) for c in columns if c.is_read])
         for at, new in zip(replaces, results, strict=True):
             column, old = columns[at], state[at]
-            new = _fitted(new.astype(old.dtype), own(old), column.lies)
+            new = fitted(new.astype(old.dtype), own(old), column.lies)
             new = to_host(new) if column.on_host else new
             state = [*state[:at], lax.dynamic_update_slice(old, new, corner(i)), *state[at + 1 :]]
         return state
@@ -142,7 +195,7 @@ def pass_in_boxes(
     return [state[at] for at in replaces]
 
 
-def _fitted(x: jax.Array, shape: tuple[int, ...], sharding: NamedSharding) -> jax.Array:
+def fitted(x: jax.Array, shape: tuple[int, ...], sharding: NamedSharding) -> jax.Array:
     """A box, its padding taken off or added, cut as `sharding` says."""
     if x.shape != shape:
         x = x[tuple(slice(0, size) for size in shape)]

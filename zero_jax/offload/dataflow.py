@@ -37,7 +37,11 @@ ELEMENTWISE = frozenset(
 )
 """Primitives whose results at an index depend on their operands at that index."""
 
+PLACING = ("reshard", "sharding_constraint")
+"""Of these, those that only say where an array lies."""
+
 Name = int
+Values = Mapping[Name, Any]
 
 
 @dataclass(frozen=True)
@@ -75,11 +79,13 @@ class Equation:
         needed = {0} | {at + 1 for at in self._operands(wanted)}
         return tuple(read for at, read in enumerate(self.reads) if at in needed)
 
-    def run(self, wanted: set[Name], values: Mapping[Name, Any], shape: Any) -> dict[Name, Any]:
-        """The wanted results; `shape` as in `Part.run`."""
+    def run(self, wanted: set[Name], values: Values, shape: Any, placed: bool) -> dict[Name, Any]:
+        """The wanted results; `shape` and `placed` as in `Part.run`."""
         if self.branches:
-            return self._choose(wanted, values, shape)
+            return self._choose(wanted, values, shape, placed)
         operands = [_value(read, values) for read in self.reads]
+        if not placed and self.primitive in PLACING:
+            return {self.writes[0]: operands[0]}
         if shape is not None and self.primitive == "broadcast_in_dim":
             return {self.writes[0]: jnp.broadcast_to(operands[0], shape)}
         params = self.equation.primitive.get_bind_params(self.equation.params)
@@ -100,13 +106,13 @@ class Equation:
         chosen = [at for at, name in enumerate(self.writes) if name in wanted]
         return [[branch.outputs[at] for at in chosen] for branch in self.branches]
 
-    def _choose(self, wanted: set[Name], values: Mapping[Name, Any], shape: Any) -> dict[Name, Any]:
+    def _choose(self, wanted: set[Name], values: Values, shape: Any, placed: bool) -> Any:
         used = self._operands(wanted)
 
         def run(branch: "Graph", outs: list[Name | Constant]) -> Any:
             def on(*operands: Any) -> list[Any]:
                 given = {branch.inputs[at]: x for at, x in zip(used, operands, strict=True)}
-                return branch.part(outs).run(given, shape)
+                return branch.part(outs).run(given, shape, placed)
 
             return on
 
@@ -191,16 +197,17 @@ class Part:
     inputs: frozenset[Name]
     shapes: Mapping[Name, tuple[int, ...]]
 
-    def run(self, values: Mapping[Name, Any], shape: tuple[int, ...] | None = None) -> list[Any]:
+    def run(self, values: Values, shape: Any = None, placed: bool = True) -> list[Any]:
         """Compute the outputs.
 
         Args:
           values: name -> array, for every one of `inputs`.
-          shape: of the pieces, where an elementwise part runs on pieces.
+          shape: of the pieces, where an elementwise part runs on pieces; None: whole.
+          placed: what the function says of where arrays lie is stated again.
         """
         known = dict(values)
         for equation, wanted in self.equations:
-            known |= equation.run(set(wanted), known, shape)
+            known |= equation.run(set(wanted), known, shape, placed)
         return [_value(out, known) for out in self.outputs]
 
     def is_elementwise(self, shape: tuple[int, ...]) -> bool:

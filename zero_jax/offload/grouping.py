@@ -1,14 +1,15 @@
 """Which leaves of an update pass through the device together, and in what pieces.
 
-Outputs that need the same arrays of the host are one stream: a parameter, its moments and its
-master copy. A stream whose part of the update is elementwise passes in boxes, any other whole.
-Scalars that depend on nothing the host has (step counts, a global norm of gradients on the device)
+Outputs that need the same arrays from the host's memory, or from files, are one stream: a
+parameter, its moments and its master copy. A stream whose part of the update is elementwise passes
+in boxes, any other whole.
+Scalars that depend on nothing that is away (step counts, a global norm of gradients on the device)
 belong to no stream.
 
 Not here: the pass itself (`streams`, `boxes`).
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import jax
@@ -17,9 +18,10 @@ from jax.sharding import NamedSharding
 from ..collectives import unpad
 from ..placement import Placement
 from ..reporting.tables import bytes_text
-from ..shortfall import warn
 from .boxes import box_of
 from .dataflow import Graph, Name, Part
+
+ChooseBox = Callable[[tuple[int, ...], Sequence[bool], int, int], tuple[int, ...] | None]
 
 
 @dataclass(frozen=True)
@@ -38,8 +40,13 @@ class Input:
 
     @property
     def on_host(self) -> bool:
-        """Whether it has to be fetched."""
+        """Whether it lies in the host's memory."""
         return self.place.on_host and not self.in_flight
+
+    @property
+    def is_away(self) -> bool:
+        """Whether it has to be fetched, from the host's memory or from files."""
+        return self.place.is_away and not self.in_flight
 
     @property
     def lies(self) -> NamedSharding:
@@ -85,7 +92,7 @@ class Stream:
 
     Attributes:
       part: what computes it.
-      fetches: positions of inputs on the host.
+      fetches: positions of inputs that are away.
       writes: positions of outputs.
       box: shape of a chunk; None: whole.
       fetched_bytes: of one device.
@@ -98,35 +105,27 @@ class Stream:
     fetched_bytes: int
 
 
-def find_streams(update: Update, chunk_bytes: int) -> list[Stream]:
+def find_streams(update: Update, most_bytes: int, choose: ChooseBox = box_of) -> list[Stream]:
     """Take an update apart.
 
     Args:
       update: traced.
-      chunk_bytes: how much may pass at once, on one device.
+      most_bytes: of the arrays of one stream on one device, above which it passes in boxes.
+      choose: how a leaf is cut into them.
 
     Raises:
-      ValueError: it needs the host's arrays of several parameters at once.
-
-    Warns:
-      ZeroWarning: a leaf of more than a chunk has to pass whole.
+      ValueError: it needs what is away of several parameters at once.
     """
     graph, outputs = update.graph, update.outputs
     position = {name: at for at, name in enumerate(graph.inputs)}
-    fetched = {name for name, i in zip(graph.inputs, update.inputs, strict=True) if i.on_host}
-    touched = graph.touched_by(fetched)
-    scalars = frozenset(
-        name
-        for equation in graph.equations
-        for name in equation.writes
-        if graph.shapes[name] == () and name not in touched
-    )
+    fetched = {name for name, i in zip(graph.inputs, update.inputs, strict=True) if i.is_away}
+    scalars = scalars_of(update)
     groups: list[tuple[set[Name], list[int]]] = []
     for at, name in enumerate(graph.outputs):
         part = graph.part([name], scalars)
         needs = set(part.inputs & fetched)
         replaced = outputs[at].replaces
-        if outputs[at].place.on_host and replaced is not None:
+        if outputs[at].place.is_away and replaced is not None:
             needs.add(graph.inputs[replaced])
         if needs:
             joined = [g for g in groups if g[0] & needs]
@@ -140,14 +139,24 @@ def find_streams(update: Update, chunk_bytes: int) -> list[Stream]:
         size = sum(update.inputs[at].place.bytes_per_device for at in fetches)
         whole = Stream(part, tuple(fetches), tuple(writes), None, size)
         _check_apart(update, whole)
-        box = _box(update, whole, chunk_bytes)
-        if box is None and size > chunk_bytes:
-            _warn_whole(update, whole, chunk_bytes)
-        streams.append(replace(whole, box=box))
+        streams.append(replace(whole, box=_box(update, whole, most_bytes, choose)))
     return streams
 
 
-def _box(update: Update, s: Stream, chunk_bytes: int) -> tuple[int, ...] | None:
+def scalars_of(update: Update) -> frozenset[Name]:
+    """Numbers that the update computes from what is on the device."""
+    graph = update.graph
+    away = {name for name, i in zip(graph.inputs, update.inputs, strict=True) if i.is_away}
+    touched = graph.touched_by(away)
+    return frozenset(
+        name
+        for equation in graph.equations
+        for name in equation.writes
+        if graph.shapes[name] == () and name not in touched
+    )
+
+
+def _box(update: Update, s: Stream, most_bytes: int, choose: ChooseBox) -> tuple[int, ...] | None:
     """The chunk in which a stream may pass; None: whole."""
     places = [update.inputs[at].place for at in s.fetches]
     shape, rest_shape = places[0].leaf.shape, places[0].partition.rest_shape
@@ -161,13 +170,11 @@ def _box(update: Update, s: Stream, chunk_bytes: int) -> tuple[int, ...] | None:
         or any(p.partition.rest_shape[d] != shape[d] for p in places)
         for d in range(len(shape))
     ]
-    # Two boxes, results and what compilers need beside are 2.3 chunks on H100, 2.8 on v6e; with
-    # boxes of a whole chunk they were 3.0 and 3.7.
-    return box_of(rest_shape, stays, s.fetched_bytes, 3 * chunk_bytes // 4)
+    return choose(rest_shape, stays, s.fetched_bytes, most_bytes)
 
 
 def _check_apart(update: Update, s: Stream) -> None:
-    """Refuse an update that needs what the host has of several parameters at once."""
+    """Refuse an update that needs what is away of several parameters at once."""
     places = [update.outputs[at].place for at in s.writes]
     params = [place.leaf.path for place in places if place.tree == "params"]
     if len(params) > 1:
@@ -180,12 +187,10 @@ def _check_apart(update: Update, s: Stream) -> None:
         )
 
 
-def _warn_whole(update: Update, s: Stream, chunk_bytes: int) -> None:
+def why_whole(update: Update, s: Stream) -> tuple[str, str]:
+    """The name of a leaf that passes whole, and why it does."""
     place = update.inputs[s.fetches[0]].place
     shape, part = place.leaf.shape, s.part
     reasons = sorted({e.primitive for e, w in part.equations if not part.fits(e, w, shape)})
     why = f"its update is not elementwise ({', '.join(reasons)})" if reasons else "no dim is free"
-    warn(
-        f"offload: {place.tree}/{place.leaf.path} passes through the device whole, "
-        f"{bytes_text(s.fetched_bytes)} where a chunk is {bytes_text(chunk_bytes)}: {why}."
-    )
+    return f"{place.tree}/{place.leaf.path}", why

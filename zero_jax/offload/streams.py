@@ -24,9 +24,11 @@ import jax.numpy as jnp
 from jax import lax
 
 from ..collectives import constrain, pad, unpad
+from ..reporting.tables import bytes_text
+from ..shortfall import warn
 from .boxes import Column, pass_in_boxes
 from .dataflow import Constant, Name, trace
-from .grouping import Input, Output, Stream, Update, find_streams
+from .grouping import Input, Output, Stream, Update, find_streams, why_whole
 
 
 def stream(
@@ -53,20 +55,18 @@ def stream(
     Warns:
       ZeroWarning: a leaf of more than a chunk has to pass whole.
     """
-    logical = [jax.ShapeDtypeStruct(i.place.leaf.shape, i.value.dtype) for i in inputs]
-    graph = trace(function, *logical)
-    update = Update(graph, inputs, outputs)
-    streams = find_streams(update, chunk_bytes)
-    known: dict[Name, Any] = {
-        name: i.logical() for name, i in zip(graph.inputs, inputs, strict=True) if not i.on_host
-    }
-    scalars = sorted({n for s in streams for n in s.part.inputs} - set(graph.inputs))
-    known |= dict(zip(scalars, graph.part(scalars).run(known), strict=True))
-    resident = [at for at in range(len(outputs)) if not any(at in s.writes for s in streams)]
-    computed = graph.part([graph.outputs[at] for at in resident]).run(known)
-    results = {
-        at: pad(jnp.asarray(x), outputs[at].place) for at, x in zip(resident, computed, strict=True)
-    }
+    update = open_update(function, inputs, outputs)
+    # Two boxes, results and what compilers need beside are 2.3 chunks on H100, 2.8 on v6e; with
+    # boxes of a whole chunk they were 3.0 and 3.7.
+    streams = find_streams(update, 3 * chunk_bytes // 4)
+    for s in streams:
+        if s.box is None and s.fetched_bytes > chunk_bytes:
+            name, why = why_whole(update, s)
+            warn(
+                f"offload: {name} passes through the device whole, {bytes_text(s.fetched_bytes)} "
+                f"where a chunk is {bytes_text(chunk_bytes)}: {why}."
+            )
+    known, results = compute_resident(update, streams)
     written: list[list[jax.Array]] = [[], []]
     for pack in _packs(streams, chunk_bytes):
         # fetched while the pack before is written, and not while the one before that is
@@ -79,6 +79,31 @@ def stream(
     return [results[at] for at in range(len(outputs))]
 
 
+def open_update(
+    function: Callable[..., list[Any]], inputs: Sequence[Input], outputs: Sequence[Output]
+) -> Update:
+    """Trace an update; arguments as those of `stream`."""
+    logical = [jax.ShapeDtypeStruct(i.place.leaf.shape, i.value.dtype) for i in inputs]
+    return Update(trace(function, *logical), inputs, outputs)
+
+
+def compute_resident(
+    update: Update, streams: Sequence[Stream]
+) -> tuple[dict[Name, Any], dict[int, jax.Array]]:
+    """What needs nothing of the host's: values that the streams read, and results by position."""
+    graph, inputs, outputs = update.graph, update.inputs, update.outputs
+    known: dict[Name, Any] = {
+        name: i.logical() for name, i in zip(graph.inputs, inputs, strict=True) if not i.on_host
+    }
+    scalars = sorted({n for s in streams for n in s.part.inputs} - set(graph.inputs))
+    known |= dict(zip(scalars, graph.part(scalars).run(known), strict=True))
+    resident = [at for at in range(len(outputs)) if not any(at in s.writes for s in streams)]
+    computed = graph.part([graph.outputs[at] for at in resident]).run(known)
+    return known, {
+        at: pad(jnp.asarray(x), outputs[at].place) for at, x in zip(resident, computed, strict=True)
+    }
+
+
 def _pass(
     update: Update, s: Stream, values: dict[int, jax.Array], known: dict[Name, Any]
 ) -> list[jax.Array]:
@@ -89,14 +114,26 @@ def _pass(
         fetched = {graph.inputs[at]: unpad(values[at], inputs[at].place) for at in s.fetches}
         results = s.part.run(known | fetched)
         return [pad(jnp.asarray(x), place) for x, place in zip(results, places, strict=True)]
-    return pass_in_boxes(*_columns(update, s, values, known))
+    columns, targets, names = open_columns(update, s, values)
+
+    def compute(boxes: list[Any]) -> list[Any]:
+        return s.part.run(known | dict(zip(names, boxes, strict=True)), s.box)
+
+    return pass_in_boxes(compute, columns, targets, s.box, columns[0].value.shape)
 
 
-def _columns(
-    update: Update, s: Stream, values: dict[int, jax.Array], known: dict[Name, Any]
-) -> tuple[Any, list[Column], list[int], tuple[int, ...], tuple[int, ...]]:
-    """What `pass_in_boxes` takes: the arrays of a stream, the fetched ones first."""
-    assert s.box is not None
+def open_columns(
+    update: Update, s: Stream, values: dict[int, jax.Array]
+) -> tuple[list[Column], list[int], list[Name]]:
+    """The arrays of a stream that passes in boxes, the fetched ones first.
+
+    Args:
+      update, s: traced, and which of its streams.
+      values: by position, inputs that are other arrays by now.
+
+    Returns:
+      The arrays; for each result which of them it is written into; names of those that are read.
+    """
     graph, inputs, outputs = update.graph, update.inputs, update.outputs
     replaced = {at for at in (outputs[w].replaces for w in s.writes) if at is not None}
     shape = inputs[s.fetches[0]].place.leaf.shape
@@ -121,12 +158,7 @@ def _columns(
         empty = constrain(jnp.zeros(place.partition.rest_shape, dtype), place.landing)
         targets.append(len(columns))
         columns.append(Column(empty, place.landing, False, False))
-    names = [graph.inputs[at] for at in members if at in reads]
-
-    def compute(boxes: list[Any]) -> list[Any]:
-        return s.part.run(known | dict(zip(names, boxes, strict=True)), s.box)
-
-    return compute, columns, targets, s.box, columns[0].value.shape
+    return columns, targets, [graph.inputs[at] for at in members if at in reads]
 
 
 def _packs(streams: list[Stream], chunk_bytes: int) -> list[list[Stream]]:

@@ -5,8 +5,8 @@
   machines       `topology` has devices of machines nobody here owns, for compiling only; `hardware`
                  what they can do, `gpu_target` what the GPU compiler has to be told
   forecasts      `program` is the user's own step; `forecast` predicts it from a trace (`traced`,
-                 `operations`, `propagation`, `liveness`, `traced_traffic`), `compiler` asks the
-                 real one; `fit` finds what fits
+                 `operations`, `propagation`, `buffers`, `liveness`, `traced_traffic`,
+                 `host_link`), `compiler` asks the real one; `fit` finds what fits
 
 Planning imports no step: it is given one.
 """

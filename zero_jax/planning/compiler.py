@@ -12,7 +12,10 @@ from typing import Any
 
 import jax
 import numpy as np
+from flax import nnx
 
+from .. import flax_nnx
+from ..anatomy import open_laid_out
 from ..batch import shard_batch
 from ..layout import Layout
 from ..offload.described import describe_memories
@@ -65,6 +68,13 @@ def lay_out(program: Program) -> tuple[Tree, Tree, Layout]:
             "multiple of that."
         )
     return state, shard_batch(program.batch, state), layout
+
+
+def leaves_on_host(state: Tree, layout: Layout) -> list[bool]:
+    """For each leaf of a laid-out state whether it lies in the host's memory."""
+    places = open_laid_out(state, None).close(layout.params, layout.opt_state, layout.other)
+    places = nnx.split(places)[1] if flax_nnx.is_nnx(state) else places
+    return [place.on_host for place in jax.tree.leaves(places)]
 
 
 def row_parts(program: Program) -> int:

@@ -1,26 +1,30 @@
 """Which candidate fits: a plan of one program on one machine.
 
-Candidates differ from the configuration in the ZeRO stage, in recomputing layers and in
-microbatches. The smallest change that fits is looked for in order: nothing changed, then one thing,
-then two, then three; among changes of the same number the one with the shortest predicted step.
+Candidates differ from the configuration in the ZeRO stage, in recomputing layers, in microbatches
+and in what lies on the host. The smallest change that fits is looked for in order: nothing changed,
+then one thing, then two, then three; among changes of the same number the one with the shortest
+predicted step. Only if none fits, the same with the optimizer state offloaded, and then the
+parameters, too: a link to the host is slower than any of the others.
 
-Not here: offload to host memory or disk; other batch sizes, other models,
-tensor parallelism, which change the training.
+Not here: other batch sizes, other models, tensor parallelism, which change the training; disks.
 """
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
+from typing import get_args
 
 import jax
 
 from ..layout import Layout
+from ..reporting.plan_words import seconds_text
 from ..reporting.tables import bytes_text
+from ..shortfall import ignored_pinned_limit, pinned_limit_letter
 from .compiler import lay_out, row_parts
 from .forecast import Forecast, forecast, verified
-from .program import Builder, Choice, Program
+from .program import Builder, Choice, Offloaded, Program, offloaded
 from .topology import Topology, compile_only_devices, parse_topology
 
 STAGES = (0, 1, 2, 3)
@@ -41,6 +45,7 @@ class Plan:
       forecasts: one for each stage asked for, with the configuration's other choices.
       smallest_change: the candidate nearest to the configuration that fits; None if none does.
       advice: what to do, in a sentence.
+      notes: what is to be known of candidates that use the host's memory.
     """
 
     program: str
@@ -51,6 +56,7 @@ class Plan:
     forecasts: tuple[Forecast, ...]
     smallest_change: Forecast | None
     advice: str
+    notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -79,7 +85,8 @@ class Planner:
                 f"{self.config}: its program returned a {type(made).__name__}; expected a "
                 "zero_jax.planning.program.Program."
             )
-        return made
+        # A builder that knows of no offload leaves it as it is, whatever was asked for.
+        return replace(made, choice=replace(made.choice, offload=offloaded(made)))
 
     def forecast(self, choice: Choice, *, compile: bool = False) -> Forecast:
         """What the program needs at a choice.
@@ -138,13 +145,16 @@ def plan(planner: Planner, stages: Sequence[int] | None = None, *, compile: bool
       stages: of the forecasts; by default the configuration's own.
       compile: whether each of them, and the change, is verified by compiling it.
     """
-    own = planner.program()
-    choices = [Choice(s, own.choice.remat, own.choice.microbatches) for s in stages or ()]
-    forecasts = tuple(
-        planner.forecast(choice, compile=compile) for choice in choices or [own.choice]
-    )
-    smallest, nearest = find_smallest_change(planner, own, forecasts, compile=compile)
-    _, _, layout = lay_out(own)
+    with ignored_pinned_limit():  # the notes say it
+        own = planner.program()
+        first = own.choice
+        choices = [replace(first, stage=s) for s in stages or ()]
+        forecasts = tuple(
+            planner.forecast(choice, compile=compile) for choice in choices or [own.choice]
+        )
+        smallest, nearest = find_smallest_change(planner, own, forecasts, compile=compile)
+        _, _, layout = lay_out(own)
+    shown = [*forecasts, *([smallest] if smallest else [])]
     return Plan(
         program=own.name,
         topology=planner.topology.text,
@@ -154,6 +164,7 @@ def plan(planner: Planner, stages: Sequence[int] | None = None, *, compile: bool
         forecasts=forecasts,
         smallest_change=smallest,
         advice=" ".join([_advice(own.choice, smallest, nearest), *_refusals(forecasts)]),
+        notes=_notes(shown, planner.topology),
     )
 
 
@@ -189,17 +200,24 @@ def find_smallest_change(
 
 
 def _by_number_of_changes(own: Choice, rows: int) -> Iterator[list[Choice]]:
-    """All choices for a device that has so many rows of a batch, those with fewer changes first."""
+    """All choices for a device that has so many rows of a batch, those with fewer changes first.
+
+    What lies off the device comes last; what is there already stays there.
+    """
     microbatches = sorted({*MICROBATCHES, own.microbatches})
     every = [Choice(*one) for one in product(STAGES, (False, True), microbatches)]
+    levels: tuple[Offloaded, ...] = get_args(Offloaded)
 
     def changes(choice: Choice) -> int:
-        pairs = zip(vars(choice).values(), vars(own).values(), strict=True)
-        return sum(a != b for a, b in pairs)
+        names = ("stage", "remat", "microbatches")
+        return sum(getattr(choice, name) != getattr(own, name) for name in names)
 
     yield [own]
-    for number in (1, 2, 3):
-        yield [c for c in every if changes(c) == number and rows % c.microbatches == 0]
+    for level in levels[levels.index(own.offload) :]:
+        for number in (0, 1, 2, 3):
+            group = [c for c in every if changes(c) == number and rows % c.microbatches == 0]
+            found = [replace(c, offload=level) for c in group]
+            yield [c for c in found if c != own]
 
 
 def _cost(forecast: Forecast) -> tuple[float, int, int]:
@@ -235,6 +253,26 @@ def _advice(own: Choice, smallest: Forecast | None, nearest: Forecast) -> str:
     if smallest.choice == own:
         return f"Fits as it is ({own})."
     return f"The smallest change that fits: {smallest.choice} instead of {own}."
+
+
+def _notes(forecasts: Sequence[Forecast], topology: Topology) -> tuple[str, ...]:
+    """What the link to the host takes, of the candidate that uses it most; what GPUs may pin."""
+    away = [f for f in forecasts if f.host_bytes]
+    if not away:
+        return ()
+    rates, platform = topology.accelerator, topology.accelerator.platform
+    notes = []
+    longest = max(away, key=lambda f: (f.host_seconds, f.host_bytes))
+    if math.isfinite(longest.host_seconds) and longest.compute_seconds:
+        times = longest.host_seconds / longest.compute_seconds
+        than = f"{times:.2g} times as long as" if times >= 1 else "less than"
+        taken, computing = map(seconds_text, (longest.host_seconds, longest.compute_seconds))
+        notes.append(
+            f"The link to the host takes {taken} of a step, {than} computing ({computing}), at "
+            f"{rates.host_bandwidth / 1e9:g} GB/s each way ({rates.sources['host_bandwidth']})."
+        )
+    letter = pinned_limit_letter(max(f.process_host_bytes for f in away), platform)
+    return (*notes, letter) if letter else tuple(notes)
 
 
 def _refusals(forecasts: Sequence[Forecast]) -> list[str]:

@@ -7,7 +7,8 @@
                     parallelism sums (`operations.Region.summed_bytes`)
   seconds           at the accelerator's peak rates: matmuls of the traced step, or the transfers if
                     those take longer (all that can be hidden is), then the state read and written
-                    once by the update. A bound from below, not a promise: a loop that prefetches
+                    once by the update, through the link to the host where it lies there
+                    (`host_link`). A bound from below, not a promise: a loop that prefetches
                     (`scan_layers`) comes near it, a plain scan waits for more than that
 
 Compiled, the same program answers for itself (`compiler`).
@@ -26,11 +27,12 @@ from ..layout import Layout
 from ..mesh import data_axes
 from ..placement import Placement
 from ..reporting.schedule import transfer_seconds
+from ..reporting.tables import bytes_text
 from ..rules import match
-from ..shortfall import warn
-from . import communication, memory, traced_traffic
-from .compiler import Compiled, ask_compiler, lay_out
-from .liveness import MARGIN, MICROBATCH_MARGIN, temporaries_bytes
+from ..shortfall import devices_of_a_process, ignored_pinned_limit, warn
+from . import communication, host_link, memory, traced_traffic
+from .compiler import Compiled, ask_compiler, lay_out, leaves_on_host
+from .liveness import HOST_MARGIN, MARGIN, MICROBATCH_MARGIN, temporaries_bytes, uses_host
 from .operations import Region
 from .program import Choice, Program
 from .topology import Topology
@@ -52,9 +54,13 @@ class Forecast:
       grads_bytes: exact, or what of them lives at the peak, if that is less.
       other_bytes: further leaves of the state, and the batch.
       temporaries_bytes: what the predicted peak has beyond those: activations, and the rest.
-      host_bytes: in the host's memory.
+      host_bytes: in the host's memory, state and what a step keeps there; for this device.
+      disk_bytes: of the state, in files; for this device.
+      devices_per_process: devices that one host process has, and so many times its bytes.
       wire_bytes_by_kind: kind of collective -> bytes sent in a step, predicted.
-      compute_seconds, transfer_seconds, step_seconds: predicted; NaN where rates are not known.
+      from_host_bytes, to_host_bytes: that pass between device and host in a step.
+      compute_seconds, transfer_seconds, host_seconds, step_seconds: predicted; NaN where rates are
+        not known. Transfers are those between devices; `host_seconds` is of the link to the host.
       compiled: the compiler's word, if it was asked and compiled the step.
       refusal: why it did not, in its words; "" if it did.
     """
@@ -76,12 +82,22 @@ class Forecast:
     step_seconds: float
     compiled: Compiled | None = None
     refusal: str = ""
+    disk_bytes: int = 0
+    devices_per_process: int = 1
+    from_host_bytes: int = 0
+    to_host_bytes: int = 0
+    host_seconds: float = 0.0
 
     @property
     def peak_bytes(self) -> int:
         """The most that a device holds, predicted."""
         states_bytes = self.params_bytes + self.grads_bytes + self.optimizer_bytes
         return states_bytes + self.other_bytes + self.temporaries_bytes
+
+    @property
+    def process_host_bytes(self) -> int:
+        """Bytes in the memory of one host process, for all of its devices."""
+        return self.host_bytes * self.devices_per_process
 
     @property
     def missing_bytes(self) -> int:
@@ -111,31 +127,39 @@ def forecast(
       memory_bytes: of one device.
 
     Raises:
-      ValueError: its state is offloaded.
+      ValueError: its state lies in files.
     """
+    with ignored_pinned_limit():
+        return _forecast(program, topology, memory_bytes, compile)
+
+
+def _forecast(program: Program, topology: Topology, memory_bytes: int, compile: bool) -> Forecast:
     state, batch, layout = lay_out(program)
-    if layout.offload is not None:
+    if _disk_bytes(layout):
         raise ValueError(
-            f"{program.name}: its state lies on the host, and a forecast counts it on the device; "
-            "ask the compiler: TrainStep.lower(state, batch).compile().memory_analysis()."
+            f"{program.name}: {bytes_text(_disk_bytes(layout))} of its state lie in files; such a "
+            "step is no single program that could be traced. Plan it with HostMemory."
         )
-    region = trace(program.step, state, batch)
-    temporaries = temporaries_bytes(region, topology.accelerator.platform)
+    region = trace(program.step, state, batch, leaves_on_host(state, layout))
+    platform = topology.accelerator.platform
+    temporaries = temporaries_bytes(region, platform)
     params: list[Placement] = jax.tree.leaves(layout.params)
     _warn_of_what_is_not_seen(program, layout, region)
     states = memory.from_layout(layout)
     held_bytes = states.params_bytes + states.optimizer_bytes
     other_bytes = states.other_bytes + _batch_bytes(batch)
-    walked_bytes = held_bytes + other_bytes + temporaries
-    margin = MARGIN[topology.accelerator.platform]
-    margin += MICROBATCH_MARGIN if program.choice.microbatches > 1 else 0.0
-    beyond_bytes = temporaries + math.ceil(margin * walked_bytes)
+    beyond_bytes = temporaries + _margin_bytes(
+        program, region, platform, held_bytes + other_bytes, temporaries
+    )
     beyond_bytes += _gathered_leaf_bytes(layout, program.options) // 2
-    grads_bytes = min(states.grads_bytes, beyond_bytes)
+    link = host_link.from_region(region)
+    waiting_bytes = max(0, states.grads_bytes - link.stacks_bytes)
+    grads_bytes = min(waiting_bytes, beyond_bytes)
     traffic = _traffic(program, layout, region)
     rates, sent = topology.accelerator, traffic.total
     compute = region.matmul_flops / rates.matmul_flops
     transfer = _transfer_seconds(layout, traffic, region.summed_bytes, topology)
+    passages = [p.seconds(rates.host_bandwidth) for p in (link.gradient, link.update)]
     update = 2 * held_bytes / rates.memory_bandwidth
     predicted = Forecast(
         choice=program.choice,
@@ -148,7 +172,7 @@ def forecast(
         optimizer_bytes=states.optimizer_bytes,
         other_bytes=other_bytes,
         temporaries_bytes=beyond_bytes - grads_bytes,
-        host_bytes=states.host_bytes,
+        host_bytes=states.host_bytes + link.stacks_bytes,
         wire_bytes_by_kind={
             "all-gather": sent.all_gather_bytes,
             "reduce-scatter": sent.reduce_scatter_bytes,
@@ -156,9 +180,25 @@ def forecast(
         },
         compute_seconds=compute,
         transfer_seconds=transfer,
-        step_seconds=max(compute, transfer) + update,
+        step_seconds=max(compute, transfer, passages[0]) + max(update, passages[1]),
+        disk_bytes=_disk_bytes(layout),
+        devices_per_process=len(devices_of_a_process(layout.mesh)),
+        from_host_bytes=link.fetched_bytes,
+        to_host_bytes=link.sent_bytes,
+        host_seconds=sum(passages),
     )
     return verified(predicted, program, topology) if compile else predicted
+
+
+def _margin_bytes(
+    program: Program, region: Region, platform: str, held_bytes: int, temporaries: int
+) -> int:
+    """What the walk misses: a share of what a device holds, or of the temporaries; see there."""
+    if uses_host(region):
+        return math.ceil(HOST_MARGIN[platform] * temporaries)
+    margin = MARGIN[platform]
+    margin += MICROBATCH_MARGIN if program.choice.microbatches > 1 else 0.0
+    return math.ceil(margin * (held_bytes + temporaries))
 
 
 def verified(predicted: Forecast, program: Program, topology: Topology) -> Forecast:
@@ -213,6 +253,10 @@ def _warn_of_what_is_not_seen(program: Program, layout: Layout, region: Region) 
             "trips and sums their gradient in parts; XLA may reduce it in every trip, which is not "
             "in the predicted wire bytes. Stages 0 and 1 reduce once; or ask the compiler."
         )
+
+
+def _disk_bytes(layout: Layout) -> int:
+    return sum(p.bytes_per_device for p in layout.placements() if str(p.memory) == "disk")
 
 
 def _batch_bytes(batch: Tree) -> int:

@@ -80,6 +80,7 @@ class ModelStates:
         one; lies where they lie.
       other_bytes: statistics, keys, counters, averages; known to layouts only.
       on_host: which of params, grads, opt_state are offloaded.
+      away_bytes: what the layout itself has in host memory, beside all of these.
     """
 
     params_bytes: int
@@ -88,22 +89,20 @@ class ModelStates:
     accumulator_bytes: int = 0
     other_bytes: int = 0
     on_host: frozenset[State] = frozenset()
+    away_bytes: int = 0
 
     @property
     def total_bytes(self) -> int:
         """All of them, wherever they lie."""
-        summed_bytes = self.grads_bytes + self.accumulator_bytes
-        return self.params_bytes + summed_bytes + self.optimizer_bytes + self.other_bytes
+        own = (self.params_bytes, self.grads_bytes, self.accumulator_bytes, self.optimizer_bytes)
+        return sum(own) + self.other_bytes + self.away_bytes
 
     @property
     def host_bytes(self) -> int:
         """Bytes in host memory for this one device; a host holds that for each of its devices."""
-        sizes = {
-            "params": self.params_bytes,
-            "grads": self.grads_bytes + self.accumulator_bytes,
-            "opt_state": self.optimizer_bytes,
-        }
-        return sum(sizes[state] for state in self.on_host)
+        sizes = {"params": self.params_bytes, "opt_state": self.optimizer_bytes}
+        sizes["grads"] = self.grads_bytes + self.accumulator_bytes
+        return self.away_bytes + sum(sizes[state] for state in self.on_host)
 
     @property
     def device_bytes(self) -> int:
@@ -167,7 +166,7 @@ def from_layout(
     accumulate_dtype: DTypeLike = jnp.float32,
     offload: Collection[State] = (),
 ) -> ModelStates:
-    """Count the model states on one device leaf by leaf, padding and whole leaves included.
+    """Count the model states of one device leaf by leaf, with padding, without what is in files.
 
     Args:
       layout: from `zero_jax.layout_of`, also of an abstract state on described devices.
@@ -190,6 +189,7 @@ def from_layout(
         accumulator_bytes=sum(map(sum_bytes, jax.tree.leaves(layout.grads))),
         other_bytes=held["other"],
         on_host=_states(offload),
+        away_bytes=sum(layout.host_bytes_per_device.values()),
     )
 
 

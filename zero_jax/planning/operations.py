@@ -23,6 +23,7 @@ class Value:
       half: whether it is a 16-bit float.
       cut: parts that each dim is cut into.
       given: whether it exists outside of the region: an argument, a constant, a literal.
+      on_host: whether it lies in the host's memory.
     """
 
     shape: tuple[int, ...]
@@ -30,6 +31,7 @@ class Value:
     half: bool = False
     cut: tuple[int, ...] = ()
     given: bool = False
+    on_host: bool = False
 
     def __post_init__(self) -> None:
         self.cut = self.cut or (1,) * len(self.shape)
@@ -39,6 +41,11 @@ class Value:
         """Bytes that one device has of it; a dim that is cut unevenly is rounded up."""
         local = (math.ceil(size / parts) for size, parts in zip(self.shape, self.cut, strict=True))
         return math.prod(local) * self.itemsize
+
+    @property
+    def held_bytes(self) -> int:
+        """The same in the device's own memory: nothing of what lies on the host."""
+        return 0 if self.on_host else self.bytes_per_device
 
     @property
     def is_cut(self) -> bool:

@@ -15,9 +15,12 @@ import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 Tree = Any
+Offloaded = Literal["none", "optimizer", "params"]
+"""What does not lie on the device between steps: "params" is the optimizer state and, of the
+parameters, the matrices of stacked layers."""
 
 
 @dataclass(frozen=True)
@@ -28,16 +31,19 @@ class Choice:
       stage: of ZeRO, 0 to 3.
       remat: whether layers are computed again in the backward pass.
       microbatches: parts that a batch is computed in.
+      offload: what lies in host memory, or in files, as the program's policy says.
     """
 
     stage: int
     remat: bool
     microbatches: int
+    offload: Offloaded = "none"
 
     def __str__(self) -> str:
         parts = [f"stage {self.stage}", "remat" if self.remat else "no remat"]
-        many = self.microbatches > 1
-        return ", ".join(parts + ([f"{self.microbatches} microbatches"] if many else []))
+        parts += [f"{self.microbatches} microbatches"] if self.microbatches > 1 else []
+        away = {"none": [], "optimizer": ["optimizer offloaded"]}
+        return ", ".join(parts + away.get(self.offload, ["optimizer and parameters offloaded"]))
 
 
 @dataclass(frozen=True)
@@ -65,6 +71,14 @@ class Program:
     rows: int
     options: Mapping[str, Any] = field(default_factory=dict)
     compiler_options: Callable[[Any], Mapping[str, Any]] = lambda _: {}
+
+
+def offloaded(program: Program) -> Offloaded:
+    """What a program's own policy has off the device."""
+    policy = program.options.get("offload")
+    if policy is None:
+        return "none"
+    return "params" if policy.params else "optimizer"
 
 
 class Builder(Protocol):

@@ -22,34 +22,41 @@ import numpy as np
 from jax.extend.core import Jaxpr, Literal
 from jax.sharding import NamedSharding, PartitionSpec
 
+from ..memories import DEVICE, HOST
 from .operations import Operation, Region, Value, carries, collective_of
 
 Tree = Any
 
 
-def trace(step: Callable[..., Any], state: Tree, batch: Tree) -> Region:
+def trace(
+    step: Callable[..., Any], state: Tree, batch: Tree, on_host: Sequence[bool] = ()
+) -> Region:
     """Trace a step on abstract arguments.
 
     Args:
       step: `step(state, batch)`, jitted or not.
       state: tree whose array leaves carry shardings: a state from `init_train_state`.
       batch: tree of arrays or `jax.ShapeDtypeStruct`s with shardings: from `shard_batch`.
+      on_host: for each leaf of the state whether it lies on the host, which devices that are only
+        compiled for cannot say; () for none.
     """
-    region = _traced(step, state, batch)
+    region = _traced(step, state, batch, on_host)
     region.is_explicit = _maps_rows(region, len(jax.tree.leaves(batch)))
     if not region.is_explicit:
-        region = _traced(step, state, jax.tree.map(_rows_of_one_device, batch))
+        region = _traced(step, state, jax.tree.map(_rows_of_one_device, batch), on_host)
         _leave_rows(region, {row for row in map(_row_dim, jax.tree.leaves(batch)) if row})
     return region
 
 
-def _traced(step: Callable[..., Any], state: Tree, batch: Tree) -> Region:
+def _traced(step: Callable[..., Any], state: Tree, batch: Tree, on_host: Sequence[bool]) -> Region:
     closed = jax.make_jaxpr(step)(state, batch)
     leaves = [*jax.tree.leaves(state), *jax.tree.leaves(batch)]
     inputs = [
         _value(var.aval, cut=cut_of(np.shape(leaf), getattr(leaf, "sharding", None)))
         for var, leaf in zip(closed.jaxpr.invars, leaves, strict=True)
     ]
+    for value, is_away in zip(inputs, on_host, strict=False):
+        value.on_host = is_away
     return _region(closed, inputs)
 
 
@@ -111,7 +118,8 @@ def _parts(rank: int, spec: PartitionSpec, sizes: Mapping[str, int]) -> tuple[in
 def _value(aval: Any, cut: tuple[int, ...] = (), given: bool = True) -> Value:
     dtype = getattr(aval, "dtype", np.dtype(bool))
     half = dtype in (jax.numpy.bfloat16, np.float16)
-    return Value(tuple(getattr(aval, "shape", ())), dtype.itemsize, half, cut, given)
+    away = getattr(aval, "memory_space", DEVICE) == HOST
+    return Value(tuple(getattr(aval, "shape", ())), dtype.itemsize, half, cut, given, away)
 
 
 def _region(jaxpr: Any, inputs: Sequence[Value]) -> Region:
@@ -170,7 +178,7 @@ def _inline(
             outputs = _inline_map(eqn, args, into, gathers)
         elif called is not None and name not in _LOOPS:
             outputs = _inline(called, args, into, gathers)
-        elif name in _NOTHING:
+        elif name in _NOTHING or _stays(eqn, args):
             outputs = args
         elif same in gathers:
             outputs = gathers[same]
@@ -191,6 +199,12 @@ _CALLS = ("jaxpr", "call_jaxpr", "fun_jaxpr")
 _LOOPS = ("scan", "while", "cond")
 _NOTHING = ("optimization_barrier", "stop_gradient", "pvary", "pcast")
 """What orders events, which are in order here, or speaks to derivatives and types."""
+
+
+def _stays(eqn: Any, inputs: Sequence[Value]) -> bool:
+    """Whether it is a move into the memory that the arrays are in already."""
+    spaces = [getattr(v.aval, "memory_space", DEVICE) == HOST for v in eqn.outvars]
+    return eqn.primitive.name == "device_put" and spaces == [x.on_host for x in inputs]
 
 
 def _has_effects(eqn: Any) -> bool:

@@ -18,7 +18,9 @@ from .plan_words import (
     candidates,
     compiled_cell,
     exposed_seconds,
+    host_cells,
     kinds,
+    link_cells,
     place_text,
     seconds_text,
     sent_text,
@@ -48,12 +50,14 @@ def plan_page(plan: "Plan") -> str:
         style=STYLE,
         title=escape(place_text(plan)),
         advice=escape(plan.advice),
+        notes="\n".join(f"<p>{escape(note)}</p>" for note in plan.notes),
         parameters=f"{plan.parameters:,}",
         legend=_legend(plan),
         stacks=stacks_svg(plan),
         table=_table(plan, columns, "Memory and time"),
         wire=_table(plan, _wire_columns(plan), "Wire bytes of a step by kind"),
         convention=escape(plan.convention),
+        host=HOST if link_cells(plan) else "",
     )
 
 
@@ -77,9 +81,7 @@ def _memory_columns(plan: "Plan") -> dict[str, Cell]:
         columns["compiler's peak"] = compiled_cell(lambda c: bytes_text(c.peak_bytes))
     for field, label in PARTS.items():
         columns[label] = lambda f, field=field: bytes_text(getattr(f, field))
-    if any(forecast.host_bytes for forecast in candidates(plan)):
-        columns["host"] = lambda f: bytes_text(f.host_bytes)
-    return columns
+    return columns | {name.replace("\n", " "): cell for name, cell in host_cells(plan).items()}
 
 
 def _time_columns(plan: "Plan") -> dict[str, Cell]:
@@ -91,7 +93,7 @@ def _time_columns(plan: "Plan") -> dict[str, Cell]:
     }
     if any_compiled(plan):
         columns["exposed, compiled"] = compiled_cell(lambda c: seconds_text(c.exposed_seconds))
-    return columns
+    return columns | {name.replace("\n", " "): cell for name, cell in link_cells(plan).items()}
 
 
 def _wire_columns(plan: "Plan") -> dict[str, Cell]:
@@ -172,6 +174,11 @@ tr > :first-child { text-align: left; position: sticky; left: 0; background: var
 dt { font-weight: 600; } dd { margin: 0 0 .6rem; }
 """
 
+HOST = """\
+<dt>Host</dt><dd>What lies in the host's memory for one device, and in all for those of one process;
+what passes in one step between the two, each way; and how long the link takes for the longer way,
+part of it before the update and part in it.</dd>"""
+
 PAGE = Template("""\
 <!DOCTYPE html>
 <html lang="en">
@@ -187,6 +194,7 @@ $style</style>
 <h1>$title</h1>
 <p class="advice">$advice</p>
 <p>$parameters parameters.</p>
+$notes
 <h2>What one device holds at the peak of a step</h2>
 <ul class="legend">
 $legend
@@ -207,6 +215,7 @@ arguments + outputs - aliased + temporaries, its wire bytes are read off the com
 was asked, it decides whether a candidate fits.</dd>
 <dt>Wire bytes</dt><dd>What one device sends in one step, in rings: an all-gather or
 reduce-scatter over N devices (N-1)/N of the whole, an all-reduce twice that.</dd>
+$host
 <dt>Time</dt><dd>From the vendors' peak figures for arithmetic and links, so a bound from below,
 not a promise. Exposed is the part of the transfers that no computing covers. A dash stands for what
 was not compiled, is not sent, or has no figure.</dd>

@@ -25,7 +25,10 @@ from .plan_words import (
     candidates,
     compiled_cell,
     exposed_seconds,
+    host_cells,
     kinds,
+    link_cells,
+    offload_text,
     place_text,
     seconds_text,
     sent_text,
@@ -62,6 +65,7 @@ def plan_table(plan: "Plan") -> RenderableType:
         Text(),
         _Tables(_choice_columns(plan), groups),
         Text(NOTE, style="dim"),
+        *(Text(note) for note in plan.notes),
         Text(plan.advice, style="bold"),
     )
 
@@ -167,6 +171,8 @@ def _choice_columns(plan: "Plan") -> list[_Column]:
         columns.append(_column(plan, "remat", lambda f: "yes" if f.choice.remat else "no", False))
     if any(choice.microbatches != 1 for choice in choices):
         columns.append(_column(plan, "micro-\nbatches", lambda f: str(f.choice.microbatches)))
+    if any(choice.offload != "none" for choice in choices):
+        columns.append(_column(plan, "off-\nloaded", offload_text, False))
     return columns
 
 
@@ -191,25 +197,25 @@ def _fit_columns(plan: "Plan") -> list[_Column]:
 def _part_columns(plan: "Plan") -> list[_Column]:
     headings = {**PARTS, "optimizer_bytes": "optimizer", "other_bytes": "other"}
     headings["temporaries_bytes"] = "activations,\ntemporaries"
-    if any(forecast.host_bytes for forecast in candidates(plan)):
-        headings["host_bytes"] = "on the\nhost"
-    return [
+    columns = [
         _column(plan, heading, lambda f, name=name: bytes_text(getattr(f, name)))
         for name, heading in headings.items()
     ]
+    return columns + [_column(plan, heading, cell) for heading, cell in host_cells(plan).items()]
 
 
 def _cost_columns(plan: "Plan") -> list[_Column]:
     wire = _column(plan, "wire bytes\nper step", lambda f: bytes_text(f.wire_bytes))
     step = _column(plan, "step", lambda f: seconds_text(f.step_seconds))
     exposed = _column(plan, "of it\nexposed", lambda f: seconds_text(exposed_seconds(f)))
+    link = [_column(plan, heading, cell) for heading, cell in link_cells(plan).items()]
     if not any_compiled(plan):
-        return [wire, step, exposed]
+        return [wire, step, exposed, *link]
     compiled = [
         _compiled_column(plan, "wire bytes\ncompiled", lambda c: bytes_text(c.wire_bytes)),
         _compiled_column(plan, "exposed\ncompiled", lambda c: seconds_text(c.exposed_seconds)),
     ]
-    return [wire, compiled[0], step, exposed, compiled[1]]
+    return [wire, compiled[0], step, exposed, compiled[1], *link]
 
 
 def _kind_columns(plan: "Plan") -> list[_Column]:

@@ -48,6 +48,38 @@ def any_compiled(plan: "Plan") -> bool:
     return any(forecast.compiled is not None for forecast in candidates(plan))
 
 
+def host_cells(plan: "Plan") -> dict[str, Callable[["Forecast"], str]]:
+    """Heading, in two lines -> bytes that do not lie on the device; what no candidate has is left
+    out."""
+    cells = {
+        "on the\nhost": lambda f: bytes_text(f.host_bytes),
+        "on its host,\nby a process": lambda f: bytes_text(f.process_host_bytes),
+        "on the host,\ncompiled": compiled_cell(lambda c: bytes_text(c.host_bytes)),
+        "on\ndisk": lambda f: bytes_text(f.disk_bytes),
+    }
+    shown = candidates(plan)
+    host = any(f.host_bytes for f in shown)
+    many = any(f.devices_per_process > 1 for f in shown)
+    wanted = (host, host and many, host and any_compiled(plan), any(f.disk_bytes for f in shown))
+    return {name: cell for (name, cell), want in zip(cells.items(), wanted, strict=True) if want}
+
+
+def link_cells(plan: "Plan") -> dict[str, Callable[["Forecast"], str]]:
+    """Heading, in two lines -> what passes between device and host; {} where nothing does."""
+    if not any(f.from_host_bytes or f.to_host_bytes for f in candidates(plan)):
+        return {}
+    return {
+        "from the\nhost": lambda f: bytes_text(f.from_host_bytes),
+        "to the\nhost": lambda f: bytes_text(f.to_host_bytes),
+        "link to\nthe host": lambda f: seconds_text(f.host_seconds),
+    }
+
+
+def offload_text(forecast: "Forecast") -> str:
+    """What of a candidate lies off the device, "-" for nothing."""
+    return {"none": "-", "optimizer": "optimizer"}.get(forecast.choice.offload, "optimizer, params")
+
+
 def compiled_cell(cell: Callable[["Compiled"], str]) -> Callable[["Forecast"], str]:
     """What `cell` says of the compiler's word on a candidate; a dash where it was not asked."""
     return lambda forecast: "-" if forecast.compiled is None else cell(forecast.compiled)

@@ -1,0 +1,255 @@
+"""One process's directory of a training state: two copies, of which one is always complete.
+
+ZeRO-Infinity (arXiv 2104.07857, section 5.2.2) keeps the optimizer state in files, which a step
+reads, updates and writes piece by piece. Here it reads one copy and writes the other, so that a
+process that is killed, or a disk that fills, leaves the last complete step.
+
+  PATH/process_0/lock         held while a process uses the directory
+  PATH/process_0/a/...        one copy: Zarr arrays, one for each device's part of a leaf, one chunk
+                              for each piece, not compressed
+  PATH/process_0/a/complete   JSON, written last: which step, and of what leaves
+  PATH/process_0/b/...        the other copy
+
+Reading and writing are tensorstore's, asynchronous; it writes a file under another name, flushes it
+to the disk and renames it. Host memory for pieces on their way is bounded.
+
+Not here: whose directory it is (`disk_claim`), what a piece is (`disk_array`), who computes with it
+(`disk_update`).
+"""
+
+import json
+import math
+import os
+import shutil
+import weakref
+from collections import deque
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+import jax
+import numpy as np
+import tensorstore
+from jax.experimental import multihost_utils
+
+from ..offload_policy import Nvme
+from ..reporting.tables import bytes_text
+
+COPIES = ("a", "b")
+Where = tuple[slice, ...]
+
+
+@dataclass(frozen=True)
+class Filed:
+    """One device's part of a leaf, as an array in files.
+
+    Attributes:
+      name: of the leaf, and where in it the part starts.
+      shape, chunk: of the part, and of a piece of it.
+      dtype: of the leaf.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    chunk: tuple[int, ...]
+    dtype: np.dtype
+
+    @property
+    def stored(self) -> np.dtype:
+        """The dtype in files: unsigned integers where tensorstore has none such."""
+        try:
+            return tensorstore.dtype(self.dtype.name).numpy_dtype
+        except (TypeError, ValueError):
+            return np.dtype(f"uint{8 * self.dtype.itemsize}")
+
+    def bytes_of(self, where: Where) -> int:
+        """Of a piece."""
+        return self.dtype.itemsize * math.prod(s.stop - s.start for s in where)
+
+
+class Disk:
+    """An open directory; made by `disk_claim.open_disk`.
+
+    Attributes:
+      path: of this process's own directory.
+      version: steps that the complete copy has seen.
+      resumes: whether that copy was there when the directory was opened.
+      contents: what the copy that is being written has: name of a leaf -> what it looks like.
+      limit_bytes: host memory that pieces on their way may take.
+      read_bytes, written_bytes: so far.
+      held_bytes, peak_bytes: host memory of pieces on their way, now and at most.
+    """
+
+    def __init__(self, policy: Nvme, path: Path, lock: int):
+        self.path, self.version, self.resumes = path, 0, False
+        self.contents: dict[str, Any] = {}
+        self.read_bytes = self.written_bytes = self.held_bytes = self.peak_bytes = 0
+        self.limit_bytes, self._copy, self._failed = policy.buffer_bytes, "b", ""
+        self._unlock = weakref.finalize(self, os.close, lock)
+        self._writing: deque[tuple[Any, int]] = deque()
+        self._context = tensorstore.Context(
+            {"file_io_sync": True, "cache_pool": {"total_bytes_limit": 0}}
+        )
+        self._arrays: dict[tuple[str, str], Any] = {}
+
+    @property
+    def _other(self) -> str:
+        return COPIES[1 - COPIES.index(self._copy)]
+
+    def clear(self) -> None:
+        """Remove what the directory has."""
+        self._arrays = {}
+        for copy in COPIES:
+            shutil.rmtree(self.path / copy, ignore_errors=True)
+
+    def begin(self) -> None:
+        """Start to write the copy that is not complete.
+
+        Raises:
+          OSError: an earlier step failed.
+        """
+        if self._failed:
+            raise OSError(self._failed)
+        self.contents = {}
+        (self.path / self._other / "complete").unlink(missing_ok=True)
+
+    def read(self, filed: Filed, where: Where) -> Any:
+        """Start to read a piece of the complete copy; give what comes back to `arrived`."""
+        size = filed.bytes_of(where)
+        self._make_room(size)
+        array = self._try(lambda: self._open(self._copy, filed), f"open {filed.name}")
+        return filed, size, array[where].read()
+
+    def arrived(self, reading: Any) -> np.ndarray:
+        """Wait for a piece.
+
+        Raises:
+          OSError: its file is not there, or of another size.
+        """
+        filed, size, future = reading
+        value = self._try(future.result, f"read {filed.name}")
+        self.held_bytes -= size
+        self.read_bytes += size
+        return value.view(filed.dtype)
+
+    def write(self, filed: Filed, where: Where, piece: np.ndarray) -> None:
+        """Start to write a piece, once there is room for it in host memory.
+
+        Args:
+          filed: the array.
+          where: the piece's place in it.
+          piece: its memory is read until it is written, and must not change.
+
+        Raises:
+          OSError: an earlier one could not be written.
+        """
+        self._make_room(piece.nbytes)
+        array = self._try(lambda: self._open(self._other, filed), f"open {filed.name}")
+        piece = piece.view(filed.stored)
+        future = array[where].write(piece, can_reference_source_data_indefinitely=True)
+        self._writing.append((future, piece.nbytes))
+
+    def commit(self, version: int) -> None:
+        """Wait for all pieces; from here on the copy that was written is the complete one."""
+        while self._writing:
+            self._written()
+        mark = json.dumps({"version": version, "leaves": self.contents})
+        store = tensorstore.KvStore.open(
+            {"driver": "file", "path": f"{self.path / self._other}/"}, context=self._context
+        ).result()
+        self._try(lambda: store.write("complete", mark.encode()).result(), "write complete")
+        self._copy, self.version = self._other, version
+
+    def close(self) -> None:
+        """Let another process, or another state of this one, have the directory."""
+        self._failed = f"offload: {self.path} was closed."
+        self._unlock()
+
+    def check_room(self, state_bytes: int) -> None:
+        """Whether two copies of a state fit.
+
+        Raises:
+          OSError: the disk has not enough room.
+        """
+        own = sum(f.stat().st_size for f in self.path.rglob("*") if f.is_file())
+        free, needed = shutil.disk_usage(self.path).free + own, 2 * state_bytes
+        if needed > free:
+            raise OSError(
+                f"offload: {self.path} is to hold two copies of {bytes_text(state_bytes)}, "
+                f"{bytes_text(needed)}, and its disk has {bytes_text(free)} free: "
+                f"{bytes_text(needed - free)} too little. Free it, or use more processes or "
+                "another disk."
+            )
+
+    def use_complete(self, found: dict[str, dict[str, Any]]) -> dict[str, Any]:
+        """Go on from the last step that every process has complete; returns its leaves.
+
+        Raises:
+          ValueError: there is no such step.
+        """
+        versions = [found[c]["version"] if c in found else -1 for c in COPIES]
+        everyone = [versions]
+        if jax.process_count() > 1:
+            everyone = multihost_utils.process_allgather(np.array(versions)).tolist()
+        common = set.intersection(*(set(of) - {-1} for of in everyone))
+        if not common:
+            raise ValueError(
+                f"offload: the processes' directories beside {self.path} have no step in common "
+                f"({everyone}); restore a checkpoint, with existing='replace'."
+            )
+        self.version = max(common)
+        self._copy, self.resumes = COPIES[versions.index(self.version)], True
+        return found[self._copy]["leaves"]
+
+    def _open(self, copy: str, filed: Filed) -> Any:
+        """The array of a copy, made if it is not there."""
+        if (copy, filed.name) not in self._arrays:
+            spec = {
+                "driver": "zarr3",
+                "kvstore": {"driver": "file", "path": f"{self.path / copy}/{quote(filed.name)}/"},
+                "metadata": {
+                    "shape": filed.shape,
+                    "data_type": filed.stored.name,
+                    "chunk_grid": {
+                        "name": "regular",
+                        "configuration": {"chunk_shape": [max(1, n) for n in filed.chunk]},
+                    },
+                    "codecs": [{"name": "bytes", "configuration": {"endian": "little"}}],
+                },
+                "store_data_equal_to_fill_value": True,  # a chunk of zeros is a chunk
+                "fill_missing_data_reads": False,  # and one that is not there an error
+                "create": True,
+                "open": True,
+            }
+            opened = tensorstore.open(spec, context=self._context).result()
+            self._arrays[copy, filed.name] = opened
+        return self._arrays[copy, filed.name]
+
+    def _make_room(self, size: int) -> None:
+        while self._writing and self.held_bytes + size > self.limit_bytes:
+            self._written()
+        self.held_bytes += size
+        self.peak_bytes = max(self.peak_bytes, self.held_bytes)
+
+    def _written(self) -> None:
+        future, size = self._writing.popleft()
+        self._try(future.result, "write")
+        self.held_bytes -= size
+        self.written_bytes += size
+
+    def _try(self, function: Any, what: str) -> Any:
+        try:
+            return function()
+        except (OSError, ValueError, RuntimeError) as error:
+            self._fail(what, str(error))
+
+    def _fail(self, what: str, why: str) -> None:
+        self._writing.clear()
+        self._failed = (
+            f"offload: {self.path} failed to {what}: {why} "
+            f"({bytes_text(shutil.disk_usage(self.path).free)} are free). Nothing is lost: the "
+            f"state after {self.version} steps is complete there. Mend the disk and lay the state "
+            "out again with existing='resume'."
+        )
+        raise OSError(self._failed)

@@ -1,0 +1,71 @@
+"""Whose directory it is: claimed by one process, refused where it cannot be used.
+
+Every letter comes before anything is written.
+"""
+
+import fcntl
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from ..offload_policy import Nvme
+from .disk import COPIES, Disk
+
+
+def open_disk(policy: Nvme) -> tuple[Disk, dict[str, dict[str, Any]]]:
+    """Open this process's directory, and what complete copies there are.
+
+    Returns:
+      The directory, and copy -> what its mark says.
+
+    Raises:
+      OSError: `path` is no directory that can be written, or another process has it.
+      ValueError: there is a training state in it, and the policy refuses that.
+    """
+    root = Path(policy.path)
+    if not root.is_dir():
+        what = "is a file" if root.exists() else "is not there"
+        raise NotADirectoryError(
+            f"offload: Nvme(path={str(root)!r}): it {what}; expected a directory on a local disk. "
+            "Make it first: one that is made here could be on another disk than you mean."
+        )
+    path = root / f"process_{jax.process_index()}"
+    try:
+        for copy in COPIES:
+            (path / copy).mkdir(parents=True, exist_ok=True)
+        lock = os.open(path / "lock", os.O_RDWR | os.O_CREAT)
+    except OSError as error:
+        raise OSError(
+            f"offload: Nvme(path={str(root)!r}): this process cannot write there: {error}."
+        ) from error
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        owner = os.read(lock, 20).decode()
+        os.close(lock)
+        raise OSError(
+            f"offload: {path} is in use by process {owner}; two cannot share it. End that one "
+            "(or drop its state), or give this one another path."
+        ) from None
+    os.truncate(lock, 0)
+    os.write(lock, str(os.getpid()).encode())
+    found = {copy: mark for copy in COPIES if (mark := _mark(path / copy)) is not None}
+    if found and policy.existing == "refuse":
+        os.close(lock)
+        last = max(mark["version"] for mark in found.values())
+        raise ValueError(
+            f"offload: {path} has a training state, complete after {last} steps. Pass "
+            "Nvme(existing='resume') to go on with it, or 'replace' to write over it."
+        )
+    if policy.existing != "resume":
+        found = {}
+    return Disk(policy, path, lock), found
+
+
+def _mark(copy: Path) -> dict[str, Any] | None:
+    """What the mark of a copy says, None where it is not complete."""
+    file = copy / "complete"
+    return json.loads(file.read_text()) if file.is_file() else None

@@ -1,0 +1,253 @@
+"""A training state on its way to files, or back: which leaves, in which pieces, whose turn.
+
+When a state is laid out for `Nvme` its optimizer leaves are written to files one by one, so that no
+more than one of them is on the devices. How they are cut into pieces follows from the update, which
+is traced here: an optimizer that cannot pass leaf by leaf is refused before anything is written.
+
+A state that is resumed takes from the directory whatever its steps have changed: the optimizer
+state stays in its files, parameters are read from their master copies or from files of their own.
+What no step changes (a frozen parameter) is the caller's. At the start, too, parameters are made of
+their master copies.
+
+Not here: the update (`disk_update`), files (`disk`, `disk_array`).
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from ..collectives import pad, unpad
+from ..delayed import Pending
+from ..extended_state import split_scale
+from ..layout import Layout
+from ..master_weights import MasterWeights, master_leaves
+from ..memories import to_host
+from ..offload_policy import Nvme
+from ..optimizer import PartitionedOptimizer
+from ..placement import Placement
+from ..precision import round_to
+from ..update import traced_update
+from .boxes import Boxes, fitted, ragged_box
+from .dataflow import trace
+from .disk import Disk
+from .disk_array import DiskArray, arrive, load, looks, name_of, start_reading, write
+from .disk_claim import open_disk
+from .disk_passes import ON_THE_WAY, find_passes
+from .grouping import Update
+
+Tree = Any
+Make = Callable[[list[int]], list[jax.Array]]
+
+
+def settle(layout: Layout, tx: PartitionedOptimizer, make: Make) -> list[Any]:
+    """Every leaf of a state in its place, on the devices or in files.
+
+    Args:
+      layout: of the state; its policy is an `Nvme`.
+      tx: the wrapped optimizer.
+      make: positions in the order params, opt_state, other -> these leaves at rest, on devices.
+
+    Raises:
+      OSError, ValueError: the directory cannot be used; see `open_disk`.
+    """
+    policy = layout.offload
+    assert isinstance(policy, Nvme)
+    pieces = _pieces_of(layout, tx, policy)
+    disk, found = open_disk(policy)
+    try:
+        if found:
+            return _resume(disk, found, layout, pieces, make)
+        return _begin(disk, layout, pieces, make)
+    except BaseException:
+        disk.close()
+        raise
+
+
+def _begin(disk: Disk, layout: Layout, pieces: dict[int, Boxes], make: Make) -> list[Any]:
+    places = _places(layout)
+    disk.check_room(sum(_local_bytes(places[at]) for at in pieces))
+    disk.clear()
+    disk.begin()
+    for pack in _packs(places, pieces, disk.limit_bytes):
+        for at, array in zip(pack, make(pack), strict=True):
+            write(disk, places[at], pieces[at], array)
+    disk.commit(0)
+    return _assemble(disk, {}, layout, pieces, make)
+
+
+def _resume(
+    disk: Disk, found: Any, layout: Layout, pieces: dict[int, Boxes], make: Make
+) -> list[Any]:
+    contents, places = disk.use_complete(found), _places(layout)
+    for at, boxes in pieces.items():
+        _check_looks(disk, places[at], contents.get(name_of(places[at])), boxes)
+    return _assemble(disk, contents, layout, pieces, make)
+
+
+def _assemble(
+    disk: Disk, contents: dict[str, Any], layout: Layout, pieces: dict[int, Boxes], make: Make
+) -> list[Any]:
+    """All leaves, those in files being there; `contents` is what is to be read of the others."""
+    places, masters = _places(layout), _masters(layout)
+    leaves: list[Any] = [None] * len(places)
+    for at, boxes in pieces.items():
+        leaves[at] = DiskArray(disk, places[at], boxes, disk.version)
+    fresh = []
+    for at, place in enumerate(places):
+        if name_of(place) in contents and at not in pieces:
+            leaves[at] = _read_other(disk, place, contents[name_of(place)])
+        elif at in masters:
+            leaves[at] = _narrowed(leaves[masters[at]], place)
+        elif at not in pieces:
+            fresh.append(at)
+    for at, array in zip(fresh, make(fresh), strict=True):
+        leaves[at] = array
+    return leaves
+
+
+def _check_looks(disk: Disk, place: Placement, look: Any, boxes: Boxes) -> None:
+    if look != looks(place, boxes):
+        raise ValueError(
+            f"offload: {disk.path} was written by another layout: {name_of(place)} is "
+            f"{look or 'not there'}, expected {looks(place, boxes)}. Lay the state out as it was "
+            "(stage, devices, buffer_bytes), or restore a checkpoint, which fits any."
+        )
+
+
+def write_other(disk: Disk, place: Placement, array: jax.Array) -> None:
+    """Write a leaf that lies on the devices, so that the state in the directory is whole."""
+    place, array = _raw(place), _raw_key(array)
+    shape = place.partition.rest_shape
+    stays = [entry is not None for entry in (*place.landing.spec, *[None] * len(shape))]
+    most_bytes = disk.limit_bytes // ON_THE_WAY // len(place.mesh.local_devices)
+    box = ragged_box(shape, stays[: len(shape)], place.bytes_per_device, most_bytes)
+    write(disk, place, Boxes(shape, box or shape), array)
+
+
+def _read_other(disk: Disk, place: Placement, look: dict[str, Any]) -> jax.Array:
+    raw = _raw(place)
+    boxes = Boxes(raw.partition.rest_shape, tuple(look["piece"]))
+    _check_looks(disk, raw, look, boxes)
+    array = load(disk, raw, boxes)
+    if raw is not place:
+        array = jax.random.wrap_key_data(array, impl=place.leaf.dtype._impl.name)  # pyright: ignore
+    return jax.device_put(array, place.rest)
+
+
+def _raw(place: Placement) -> Placement:
+    """The placement of a leaf's bytes: those of typed keys are integers."""
+    if not jnp.issubdtype(place.leaf.dtype, jax.dtypes.prng_key):
+        return place
+    key = jax.ShapeDtypeStruct(place.leaf.shape, place.leaf.dtype)
+    data = jax.eval_shape(jax.random.key_data, key)
+    leaf = replace(place.leaf, shape=data.shape, dtype=data.dtype)
+    return replace(place, leaf=leaf, partition=replace(place.partition, rest_shape=data.shape))
+
+
+def _raw_key(array: jax.Array) -> jax.Array:
+    is_key = jnp.issubdtype(array.dtype, jax.dtypes.prng_key)
+    return jax.random.key_data(array) if is_key else array
+
+
+def _narrowed(master: DiskArray, place: Placement) -> jax.Array:
+    """A parameter as its master copy says, piece by piece."""
+    disk, boxes = master.disk, master.boxes
+    shape, dtype = place.partition.rest_shape, place.leaf.dtype
+    old = jax.jit(lambda: jnp.zeros(shape, dtype), out_shardings=place.rest)()
+
+    def overwrite(old: jax.Array, piece: jax.Array, i: jax.Array) -> jax.Array:
+        if boxes.count == 1:
+            piece = unpad(piece, master.placement)
+        new = round_to(piece, place.leaf.dtype).astype(place.leaf.dtype)
+        if boxes.count == 1:
+            return pad(new, place)
+        shape = tuple(
+            n if d == boxes.dim else size
+            for d, (n, size) in enumerate(zip(new.shape, old.shape, strict=True))
+        )
+        new = fitted(new, shape, place.landing)
+        return lax.dynamic_update_slice(
+            old, to_host(new) if place.on_host else new, boxes.corner(i)
+        )
+
+    run = jax.jit(overwrite, donate_argnums=0, out_shardings=place.rest)
+    for i in range(boxes.count):
+        reading = start_reading(disk, master.placement, boxes, i)
+        old = run(old, arrive(master.placement, boxes, i, disk, reading), jnp.int32(i))
+    return old
+
+
+def _places(layout: Layout) -> list[Placement]:
+    return jax.tree.leaves((layout.params, layout.opt_state, layout.other))
+
+
+def _pieces_of(layout: Layout, tx: PartitionedOptimizer, policy: Nvme) -> dict[int, Boxes]:
+    """Position of a leaf in files -> its pieces."""
+
+    def described(p: Placement) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(p.partition.rest_shape, p.leaf.dtype)
+
+    def gradient(p: Placement) -> jax.ShapeDtypeStruct:
+        is_number = jnp.issubdtype(p.leaf.dtype, jnp.inexact)
+        dtype = p.leaf.dtype if is_number else jax.dtypes.float0
+        return jax.ShapeDtypeStruct(p.leaf.shape, dtype)
+
+    updates = jax.tree.leaves(layout.updates)
+    _, state = split_scale(layout.opt_state)
+    number, truth = (jax.eval_shape(lambda d=d: d(0)) for d in (jnp.float32, jnp.bool))
+    function, inputs, outputs = traced_update(
+        tx,
+        Pending([gradient(p) for p in updates], number, truth, number),
+        jax.tree.map(described, state),
+        jax.tree.map(described, layout.params),
+        [False] * len(updates),
+    )
+    values = [jax.ShapeDtypeStruct(i.place.leaf.shape, i.value.dtype) for i in inputs]
+    update = Update(trace(function, *values), inputs, outputs)
+    passes = find_passes(update, (), policy.buffer_bytes)
+    n, scaled = len(updates), len(jax.tree.leaves(layout.opt_state)) - len(jax.tree.leaves(state))
+    # inputs are gradients, parameters, optimizer state; leaves are parameters, scale, the rest
+    files = {at: p.boxes for p in passes for at in p.files}
+    return {at - n + scaled: _own(inputs[at].place, boxes) for at, boxes in files.items()}
+
+
+def _own(place: Placement, boxes: Boxes) -> Boxes:
+    """The pieces of a leaf that passes with others."""
+    shape = place.partition.rest_shape
+    return Boxes(shape, boxes.own(shape))
+
+
+def _masters(layout: Layout) -> dict[int, int]:
+    """Position of a parameter -> that of its master copy."""
+    _, state = split_scale(layout.opt_state)
+    if not isinstance(state, MasterWeights):
+        return {}
+    position = {id(p): at for at, p in enumerate(_places(layout))}
+    masters = enumerate(master_leaves(state))
+    return {at: position[id(m)] for at, m in masters if m is not None}
+
+
+def _local_bytes(place: Placement) -> int:
+    """Bytes of a leaf in this process's files."""
+    shape = place.partition.rest_shape
+    starts = {str(i) for i in place.landing.addressable_devices_indices_map(shape).values()}
+    return place.bytes_per_device * len(starts)
+
+
+def _packs(
+    places: Sequence[Placement], pieces: dict[int, Boxes], most_bytes: int
+) -> list[list[int]]:
+    """Leaves that are made together: as many as are less than `most_bytes`, or one."""
+    packs: list[list[int]] = []
+    room = 0
+    for at in pieces:
+        size = places[at].bytes_per_device
+        if not packs or size > room:
+            packs, room = [*packs, []], most_bytes
+        packs[-1].append(at)
+        room -= size
+    return packs
