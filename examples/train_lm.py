@@ -27,7 +27,7 @@ from lm.partitioning import layouts_by_stage, zero_options
 from lm.run import Run
 from lm.sampling import continue_text
 from lm.schema import LanguageModelRun
-from lm.step import make_step
+from lm.step import ExplicitStep, Step, make_step
 
 import zero_jax
 
@@ -75,9 +75,23 @@ def main(arguments: Arguments) -> None:
             due = step % cfg.run.eval_every == 0 or step == cfg.run.steps
             run.log(step, loss, seconds, validation_loss(state.params, state) if due else None)
 
+        state, moved = _update_traffic(state, train_step, cfg)
+        run.say_moved(moved)
+
     prompt = corpus.validation_prompt
     text = continue_text(apply, state.params, prompt, cfg.run)
     run.finish(prompt, text, layouts_by_stage(create, cfg))
+
+
+def _update_traffic(
+    state: TrainState, step: Step, cfg: LanguageModelRun
+) -> tuple[TrainState, zero_jax.UpdateTraffic | None]:
+    """What an update has moved; None where it moves nothing."""
+    if isinstance(step, ExplicitStep) and step.step.traffic is not None:
+        return state, step.step.traffic
+    if cfg.offload.optimizer and cfg.offload.update_on == "device":
+        return zero_jax.measure_update(state)
+    return state, None
 
 
 if __name__ == "__main__":

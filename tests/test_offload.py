@@ -168,17 +168,32 @@ def test_a_hook_that_reads_parameters_on_the_host_is_refused():
 def test_update_is_measured_and_leaves_every_bit():
     """A device fetches and sends what lies on the host once; the state is as it was."""
     precision = zero_jax.Precision(loss_scale=zero_jax.DynamicScale())
-    for offload in (HostMemory(chunk_bytes=4000), HostMemory(delayed=True)):
-        state = laid_out(optax.adamw(1e-2), 2, offload, precision=precision)
-        before = [np.asarray(x) for x in jax.tree.leaves(state)]
-        away = sum(zero_jax.layout_of(state).host_bytes_per_device.values())
-        state, moved = zero_jax.measure_update(state, rounds=1)
-        assert moved.from_host_bytes == moved.to_host_bytes == 2 * away
-        assert moved.gigabytes_per_second * moved.seconds == pytest.approx(4 * away / 1e9)
-        for was, now in zip(before, jax.tree.leaves(state), strict=True):
-            np.testing.assert_array_equal(was, np.asarray(now))
+    offload = HostMemory(params=True, chunk_bytes=4000)
+    state = laid_out(optax.adamw(1e-2), 2, offload, precision=precision)
+    before = [np.asarray(x) for x in jax.tree.leaves(state)]
+    away = sum(zero_jax.layout_of(state).host_bytes_per_device.values())
+    state, moved = zero_jax.measure_update(state, rounds=1)
+    assert moved.from_host_bytes == moved.to_host_bytes == 2 * away
+    assert moved.gigabytes_per_second * moved.seconds == pytest.approx(4 * away / 1e9)
+    for was, now in zip(before, jax.tree.leaves(state), strict=True):
+        np.testing.assert_array_equal(was, np.asarray(now))
 
 
 def test_only_a_state_in_host_memory_is_measured():
     with pytest.raises(ValueError, match="offload=None; expected a HostMemory"):
         zero_jax.measure_update(laid_out(optax.adamw(1e-2), 2, None))
+
+
+def test_parameters_on_the_host_are_read_for_evaluation():
+    """`gather_at_use` and `gather_params` fetch them, partitioned or not."""
+    for stage in (1, 3):
+        state = laid_out(optax.adamw(1e-2), stage, HostMemory(params=True))
+        plain = loss(create(optax.adamw(1e-2)).params, data(0))
+
+        where = {x.sharding.memory_kind for x in jax.tree.leaves(state.params["blocks"])}
+        assert "pinned_host" in where
+        batch = zero_jax.shard_batch(data(0), state)
+        value = jax.jit(lambda p, b, tx=state.tx: loss(zero_jax.gather_params(p, tx), b))(
+            state.params, batch
+        )
+        np.testing.assert_allclose(value, plain, rtol=1e-6)

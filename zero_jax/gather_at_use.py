@@ -26,6 +26,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from .collectives import constrain, stripped
 from .flax_linen import is_box
+from .memories import is_host, to_device
 from .placement import Placement
 from .train_state import layout_of
 
@@ -86,12 +87,12 @@ def _boxed(param: Any, placement: Any) -> Any:
     """One parameter in its box. A box it already has names the same axes, and is replaced."""
     array, lies = meta.unbox(param), meta.unbox(placement)
     assert isinstance(lies, Placement)
-    if lies.rest == lies.gathered or lies.partition.form == "whole":
+    if not lies.on_host and (lies.rest == lies.gathered or lies.partition.form == "whole"):
         return param
     at_rest = lies.partition.rest_shape
     gathered = NamedSharding(lies.mesh, lies.gathered.spec)
     return _GatheredAtUse(
-        array, _full(gathered, at_rest), _full(lies.rest, at_rest), lies.leaf.shape
+        array, _full(gathered, at_rest), _full(lies.landing, at_rest), lies.leaf.shape
     )
 
 
@@ -104,7 +105,8 @@ def _full(sharding: NamedSharding, shape: tuple[int, ...]) -> NamedSharding:
 class _GatheredAtUse(meta.AxisMetadata[Any], struct.PyTreeNode):
     """A partitioned parameter that unboxes to the gathered one, of a logical `shape`.
 
-    Specs have an entry per dim at rest, where the parameter may be padded or flattened.
+    One that lies on the host is fetched first, of a stack the layer at hand. Specs have an entry
+    per dim at rest, where the parameter may be padded or flattened.
     """
 
     value: Any
@@ -113,7 +115,8 @@ class _GatheredAtUse(meta.AxisMetadata[Any], struct.PyTreeNode):
     shape: tuple[int, ...] = struct.field(pytree_node=False)
 
     def unbox(self) -> Any:
-        whole: Any = _gather(self.value, self.gathered, self.partitioned)
+        here = to_device(self.value) if is_host(self.value) else self.value
+        whole: Any = _gather(here, self.gathered, self.partitioned)
         return stripped(whole, self.shape)
 
     def replace_boxed(self, val: Any) -> Any:

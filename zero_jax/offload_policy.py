@@ -53,8 +53,9 @@ class HostMemory:
         processor computes the update, elementwise optimizers only; gradients go there and new
         parameters come back, moments and master copies never leave. On GPUs the host then holds
         the optimizer state twice during the update.
-      delayed: the update of a step is made during the next one, from its gradients, which wait in
-        host memory (`delayed`); only the explicit step can.
+      delayed: the host's update of a step is made in the next one, from gradients that have waited
+        in its memory (`delayed`), so that neither has to wait for the other; only the explicit step
+        can.
     """
 
     params: bool = False
@@ -69,6 +70,11 @@ class HostMemory:
         _check_bytes("chunk_bytes", self.chunk_bytes)
         _check_choice("update_on", self.update_on, UpdateOn)
         _check_bool("delayed", self.delayed)
+        if self.delayed and self.update_on == "device":
+            raise ValueError(
+                "delayed=True: an update on the device takes turns with the gradients there, and "
+                'holds parameters twice; pass update_on="host".'
+            )
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 
 from .anatomy import Anatomy, open_in_step
 from .collectives import constrain
-from .delayed import Delayed, Pending, split_pending
+from .delayed import Pending
 from .extended_state import LossScaled, split_scale
 from .layout import Layout
 from .offload_policy import HostMemory
@@ -90,7 +90,6 @@ def _update(opened: Anatomy, layout: Layout, parts: Any, keep: jax.Array) -> Any
     """An update of nothing, traced."""
     params, opt_state = parts
     scale, opt_state = split_scale(opt_state)
-    pending, opt_state = split_pending(opt_state)
     gradients = [
         constrain(jnp.zeros(p.leaf.shape, p.leaf.dtype), p.flight)
         if jnp.issubdtype(p.leaf.dtype, jnp.inexact)
@@ -100,5 +99,4 @@ def _update(opened: Anatomy, layout: Layout, parts: Any, keep: jax.Array) -> Any
     given = Pending(gradients, None, keep, jnp.float32(0))
     frozen = [False] * len(gradients)
     params, after = apply_update(opened.tx, given, opt_state, params, frozen)
-    after = after if pending is None else Delayed(pending, after)
     return params, after if scale is None else LossScaled(scale, after)

@@ -52,10 +52,14 @@ def _precision(cfg: schema.LanguageModelRun) -> zero_jax.Precision:
     )
 
 
-def _offload(o: schema.Offload) -> zero_jax.HostMemory | None:
+def _offload(o: schema.Offload) -> zero_jax.HostMemory | zero_jax.Nvme | None:
     if not o.optimizer:
         return None
-    return zero_jax.HostMemory(o.params, o.gradients, o.chunk_mib * 2**20)
+    kept, size = {"params": o.params, "gradients": o.gradients}, o.chunk_mib * 2**20
+    if o.folder is not None:
+        return zero_jax.Nvme(o.folder, buffer_bytes=size, existing=o.existing, **kept)
+    how = {"update_on": o.update_on, "delayed": o.delayed}
+    return zero_jax.HostMemory(chunk_bytes=size, **kept, **how)
 
 
 def _mesh(cfg: schema.LanguageModelRun, devices: Sequence[Any] | None) -> Mesh:

@@ -105,6 +105,18 @@ class Run:
         text = f"loss {loss:.3f}, {speed}, state {self._memory} a device"
         self._bar.update(self._task, completed=step, description=text)
 
+    def say_moved(self, moved: zero_jax.UpdateTraffic | None) -> None:
+        """Say what an update moves between devices, host memory and files, and how fast."""
+        if moved is None:
+            return
+        for where, read, written in (
+            ("host memory", moved.from_host_bytes, moved.to_host_bytes),
+            ("disk", moved.from_disk_bytes, moved.to_disk_bytes),
+        ):
+            if read or written:
+                self.say(f"update: {bytes_text(read)} from {where}, {bytes_text(written)} to it")
+        self.say(f"update: {moved.seconds:.3f} s, {moved.gigabytes_per_second:.2f} GB/s")
+
     def finish(
         self, prompt: bytes, continuation: bytes, layouts: Mapping[int, zero_jax.Layout]
     ) -> None:

@@ -144,24 +144,36 @@ class Zero:
 
 @dataclass(frozen=True)
 class Offload:
-    """What lies in host memory between steps; see `zero_jax.HostMemory`.
+    """What lies in host memory or in files between steps; see `zero_jax.HostMemory` and `Nvme`.
 
     Attributes:
-      optimizer: the optimizer state, master copies included.
-      params: the matrices of the layers, too; for the explicit executor.
+      optimizer: the optimizer state, master copies included, in host memory.
+      folder: a directory on a local disk that it lies in instead; for the explicit executor.
+      existing: what to do with a training state that is there.
+      params: the matrices of the layers, in host memory; for the explicit executor.
       gradients: where those of the layers wait for the update.
-      chunk_mib: how much of the state is moved at a time, in MiB.
+      update_on, delayed: who computes the update from host memory, and whether a step later.
+      chunk_mib: how much of the state is moved at a time, in MiB; of files, in host memory.
     """
 
     optimizer: bool = False
+    folder: str | None = None
+    existing: Literal["refuse", "resume", "replace"] = "refuse"
     params: bool = False
     gradients: Literal["auto", "host", "device"] = "auto"
+    update_on: Literal["device", "host"] = "device"
+    delayed: bool = False
     chunk_mib: int = 256
 
     def __post_init__(self) -> None:
         _at_least(self, chunk_mib=1)
-        if self.params and not self.optimizer:
-            raise ValueError("offload.params=true needs offload.optimizer=true.")
+        for key in ("folder", "params", "delayed"):
+            if getattr(self, key) and not self.optimizer:
+                raise ValueError(f"{key}={getattr(self, key)!r} needs optimizer=true.")
+        if self.delayed and self.update_on != "host":
+            raise ValueError('delayed=true needs update_on="host".')
+        if self.folder and (self.delayed or self.update_on == "host"):
+            raise ValueError("folder: updates of files are the device's, and in their own step.")
 
 
 @dataclass(frozen=True)

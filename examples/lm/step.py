@@ -6,6 +6,7 @@ library's, made from the loss alone.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import jax
 from flax.training.train_state import TrainState
@@ -21,6 +22,18 @@ from .schema import LanguageModelRun
 Step = Callable[[TrainState, Batch], tuple[TrainState, jax.Array]]
 
 
+@dataclass(frozen=True)
+class ExplicitStep:
+    """The library's step, as the loop wants it: of its metrics only the loss."""
+
+    step: zero_jax.TrainStep
+
+    def __call__(self, state: TrainState, batch: Batch) -> tuple[TrainState, jax.Array]:
+        """One step."""
+        state, metrics = self.step(state, batch)
+        return state, metrics.loss
+
+
 def make_step(cfg: LanguageModelRun) -> Step:
     """Make one optimizer step on inputs and targets (B, T); its loss is a mean, in nats a byte."""
     return _explicit_step(cfg) if cfg.step.executor == "explicit" else _annotated_step(cfg)
@@ -32,15 +45,11 @@ def _explicit_step(cfg: LanguageModelRun) -> Step:
     def loss_fn(params, batch: Batch):
         return mean_loss(model.apply({"params": params}, batch["inputs"]), batch["targets"])
 
-    step = zero_jax.make_train_step(
-        loss_fn, microbatches=cfg.step.microbatches, clip_norm=cfg.optimizer.clip_norm
+    return ExplicitStep(
+        zero_jax.make_train_step(
+            loss_fn, microbatches=cfg.step.microbatches, clip_norm=cfg.optimizer.clip_norm
+        )
     )
-
-    def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, jax.Array]:
-        state, metrics = step(state, batch)
-        return state, metrics.loss
-
-    return train_step
 
 
 def _annotated_step(cfg: LanguageModelRun) -> Step:

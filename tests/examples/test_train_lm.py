@@ -156,6 +156,34 @@ def test_executors_train_alike(example, stage, overrides, tiny, own_losses, tmp_
     assert losses == pytest.approx(expected, abs=1e-4 * expected[0])
 
 
+@pytest.mark.parametrize(
+    "example, overrides, says",
+    [
+        (train_lm, ("offload.params=true", "offload.chunk_mib=1"), "from host memory"),
+        (train_lm, ("offload.folder=DISK",), "from disk"),
+        (train_lm_nnx, ("offload.folder=DISK",), ""),
+    ],
+    ids=["parameters on the host", "files", "nnx, files"],
+)
+def test_offloaded_runs_train_alike(example, overrides, says, tiny, own_losses, tmp_path, capsys):
+    """The optimizer state elsewhere, at stage 2; the linen script says what an update moves."""
+    (tmp_path / "disk").mkdir()
+    overrides = [o.replace("DISK", (tmp_path / "disk").as_posix()) for o in overrides]
+    expected = own_losses(example)
+    everything = (*PREFETCH, "offload.optimizer=true", *overrides)
+    losses = quick_losses(example, tiny, 2, everything, tmp_path / "run")
+    assert losses == pytest.approx(expected, abs=1e-4 * expected[0])
+    assert says in capsys.readouterr().out
+
+
+def test_offload_is_checked():
+    for wrong in ({"params": True}, {"folder": "x"}, {"delayed": True}):
+        with pytest.raises(ValueError, match="needs optimizer=true"):
+            schema.Offload(**wrong)
+    with pytest.raises(ValueError, match="folder: updates of files are the device's"):
+        schema.Offload(optimizer=True, folder="x", update_on="host")
+
+
 def test_what_the_nnx_script_does_not_do_is_said(tiny):
     for override in ("step.microbatches=2", "zero.model_parallel=2"):
         with pytest.raises(SystemExit, match="expected 1"):

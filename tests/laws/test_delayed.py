@@ -51,7 +51,7 @@ def run(stage, offload, precision=None, **options):
 
 @pytest.mark.parametrize(("stage", "microbatches"), [(1, 1), (2, 3), (3, 1)])
 def test_gradients_are_one_step_late(stage, microbatches):
-    offload = HostMemory(delayed=True, chunk_bytes=4000)
+    offload = HostMemory(delayed=True, update_on="host", chunk_bytes=4000)
     losses, params, state = run(stage, offload, microbatches=microbatches)
     expected, last = by_hand()
     np.testing.assert_allclose(losses, expected, rtol=2e-5)
@@ -64,7 +64,8 @@ def test_gradients_are_one_step_late(stage, microbatches):
 def test_what_is_not_finite_is_not_applied():
     """Bad gradients at step 1 leave out the update of step 2; the loss scale halves at once."""
     precision = zero_jax.Precision(loss_scale=zero_jax.DynamicScale(initial=2.0**4, hysteresis=1))
-    state = laid_out(optax.adamw(1e-2), 2, HostMemory(delayed=True), precision=precision)
+    offload = HostMemory(delayed=True, update_on="host")
+    state = laid_out(optax.adamw(1e-2), 2, offload, precision=precision)
     step = zero_jax.make_train_step(loss)
     counts, scales = [], []
     for i in range(4):
@@ -79,4 +80,10 @@ def test_what_is_not_finite_is_not_applied():
 
 def test_only_the_explicit_step():
     with pytest.raises(ValueError, match="a delayed update is made by make_train_step alone"):
-        laid_out(optax.adamw(1e-2), 2, HostMemory(delayed=True), executor="annotated")
+        offload = HostMemory(delayed=True, update_on="host")
+        laid_out(optax.adamw(1e-2), 2, offload, executor="annotated")
+
+
+def test_only_the_host():
+    with pytest.raises(ValueError, match='pass update_on="host"'):
+        HostMemory(delayed=True)
