@@ -1,6 +1,6 @@
 """Optimizer state on disk: bytes a second of the update, against a raw sequential copy.
 
-    python tests/benchmarks/nvme.py [--folder DIR] [--gib 1.5] [--rounds 5]
+    python tests/benchmarks/nvme.py [--folder DIR] [--gib 1.5] [--rounds 7]     # writes nvme.md
 
 One CPU device stands for the accelerator. A round is one training step, whose update reads Adam's
 fp32 moments and master copies and writes them, and one copy of as many bytes on the same disk: a
@@ -24,6 +24,7 @@ from flax.training.train_state import TrainState
 import zero_jax
 
 PIECE = 16 * 2**20
+TABLE = Path(__file__).with_suffix(".md")
 
 
 def loss(params, batch):
@@ -70,7 +71,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--folder", default=None)
     parser.add_argument("--gib", type=float, default=1.5)
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=7)
     given = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=given.folder) as folder:
         where = Path(folder)
@@ -90,11 +91,29 @@ def main() -> None:
             moved = step.traffic.from_disk_bytes + step.traffic.to_disk_bytes
             ours.append(step.traffic.seconds / moved)
         rates = {"raw copy": [2 / s / 1e9 for s in raw], "update": [1 / s / 1e9 for s in ours]}
-        print(f"{size / 1e9:.2f} GB of state, jax {jax.__version__}")
-        middle = {name: statistics.median(each) for name, each in rates.items()}
-        for name, each in rates.items():
-            print(f"{name}: {middle[name]:.2f} GB/s, {min(each):.2f} to {max(each):.2f}")
-        print(f"ratio: {middle['update'] / middle['raw copy']:.2f}")
+    TABLE.write_text(table(size, rates), encoding="utf-8")
+    print(TABLE.read_text(encoding="utf-8"))
+
+
+def table(size: int, rates: dict[str, list[float]]) -> str:
+    """The rates as a table."""
+    middle = {name: statistics.median(each) for name, each in rates.items()}
+    rows = [
+        f"| {name} | {middle[name]:.2f} | {min(each):.2f} | {max(each):.2f} |"
+        for name, each in rates.items()
+    ]
+    ratio = middle["update"] / middle["raw copy"]
+    lines = (
+        "# Optimizer state on disk",
+        "",
+        f"`python tests/benchmarks/nvme.py`, jax {jax.__version__}: {size / 1e9:.2f} GB of state,",
+        f"bytes read and written a second. The update goes at {ratio:.2f} of the raw copy.",
+        "",
+        "| | median GB/s | least | most |",
+        "|---|---:|---:|---:|",
+        *rows,
+    )
+    return "\n".join(lines) + "\n"
 
 
 if __name__ == "__main__":
