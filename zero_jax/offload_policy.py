@@ -92,7 +92,7 @@ class Nvme:
       buffer_bytes: host memory of a process for pieces on their way. A leaf that the optimizer must
         see whole has to fit in a quarter of it.
       existing: if the directory has a training state: "refuse" it, "resume" from it (its layout
-        must be this one; a checkpoint fits any), or "replace" it.
+        must be this one; a checkpoint fits any), or "replace" it. In an empty one all three begin.
     """
 
     path: str | Path

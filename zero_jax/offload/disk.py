@@ -182,16 +182,21 @@ class Disk:
                 "another disk."
             )
 
-    def use_complete(self, found: dict[str, dict[str, Any]]) -> dict[str, Any]:
-        """Go on from the last step that every process has complete; returns its leaves.
+    def use_complete(self, found: dict[str, dict[str, Any]]) -> dict[str, Any] | None:
+        """Go on from the last step that every process has complete.
+
+        Returns:
+          What it has of leaves; None if no process has any step.
 
         Raises:
-          ValueError: there is no such step.
+          ValueError: some have, and none in common.
         """
         versions = [found[c]["version"] if c in found else -1 for c in COPIES]
         everyone = [versions]
         if jax.process_count() > 1:
             everyone = multihost_utils.process_allgather(np.array(versions)).tolist()
+        if max(map(max, everyone)) < 0:
+            return None
         common = set.intersection(*(set(of) - {-1} for of in everyone))
         if not common:
             raise ValueError(

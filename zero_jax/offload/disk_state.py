@@ -59,9 +59,10 @@ def settle(layout: Layout, tx: PartitionedOptimizer, make: Make) -> list[Any]:
     pieces = _pieces_of(layout, tx, policy)
     disk, found = open_disk(policy)
     try:
-        if found:
-            return _resume(disk, found, layout, pieces, make)
-        return _begin(disk, layout, pieces, make)
+        contents = disk.use_complete(found)
+        if contents is None:
+            return _begin(disk, layout, pieces, make)
+        return _resume(disk, contents, layout, pieces, make)
     except BaseException:
         disk.close()
         raise
@@ -80,9 +81,13 @@ def _begin(disk: Disk, layout: Layout, pieces: dict[int, Boxes], make: Make) -> 
 
 
 def _resume(
-    disk: Disk, found: Any, layout: Layout, pieces: dict[int, Boxes], make: Make
+    disk: Disk,
+    contents: dict[str, Any],
+    layout: Layout,
+    pieces: dict[int, Boxes],
+    make: Make,
 ) -> list[Any]:
-    contents, places = disk.use_complete(found), _places(layout)
+    places = _places(layout)
     for at, boxes in pieces.items():
         _check_looks(disk, places[at], contents.get(name_of(places[at])), boxes)
     return _assemble(disk, contents, layout, pieces, make)
