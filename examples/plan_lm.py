@@ -46,11 +46,7 @@ def program(
         choice = replace(choice, microbatches=1)  # which are not summed there
     cfg = replace(
         cfg,
-        offload=replace(
-            cfg.offload,
-            optimizer=choice.offload != "none",
-            params=choice.offload == "params",
-        ),
+        offload=_offload(cfg.offload, choice.offload),
         model=replace(cfg.model, remat=choice.remat),
         step=replace(cfg.step, microbatches=choice.microbatches),
     )
@@ -69,6 +65,13 @@ def program(
         options=options,
         **({"compiler_options": zero_jax.step_compiler_options} if explicit else {}),
     )
+
+
+def _offload(o: Offload, kept: Offloaded) -> Offload:
+    """The section at another choice; a state that stays on the device needs none of it."""
+    if kept == "none":
+        return Offload()
+    return replace(o, optimizer=True, params=kept == "params")
 
 
 def _offloaded(o: Offload) -> Offloaded:

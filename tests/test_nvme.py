@@ -146,6 +146,7 @@ def test_full_disk_loses_nothing(tmp_path):
         resource.setrlimit(resource.RLIMIT_FSIZE, (16, hard))
         with pytest.raises(OSError, match="failed to write: .*the state after 2 steps is complete"):
             train(state, first=2)
+        assert len([*tmp_path.glob("process_0/*/complete")]) == 1  # the other is no longer
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     with pytest.raises((OSError, RuntimeError)):

@@ -267,14 +267,24 @@ def test_a_program_that_offloads_is_told_apart_by_its_policy():
     assert planner(Builder()).foresee(replace(OWN, offload="optimizer")) is None
 
 
-def test_a_state_in_files_is_a_letter(tmp_path):
+def test_a_state_in_files_needs_the_disk_twice_and_the_host_for_its_buffer():
+    """Nothing is made there: a plan does not touch the directory."""
+
     def filed(config, overrides, choice, devices):
         made = Builder()(config, overrides, choice, devices)
-        nvme = {"offload": zero_jax.Nvme(tmp_path), "executor": "explicit"}
+        nvme = {"offload": zero_jax.Nvme("nowhere", buffer_bytes=2**20), "executor": "explicit"}
         return replace(made, options={**made.options, **nvme})
 
-    with pytest.raises(ValueError, match="network: .* KiB of its state lie in files"):
-        fit.plan(planner(filed))
+    def hosted(config, overrides, choice, devices):
+        made = filed(config, overrides, choice, devices)
+        host = zero_jax.HostMemory(chunk_bytes=2**20 // 3 // 8)
+        return replace(made, options={**made.options, "offload": host})
+
+    (found,) = fit.plan(planner(filed)).forecasts
+    (other,) = fit.plan(planner(hosted)).forecasts
+    assert found.disk_bytes == 2 * other.host_bytes
+    assert found.host_bytes == 2**20 // 8  # of a process with eight devices
+    assert (found.peak_bytes, found.from_host_bytes) == (other.peak_bytes, other.from_host_bytes)
 
 
 def test_notes_of_the_link_and_of_the_pinned_pool(monkeypatch):

@@ -25,9 +25,9 @@ from jax.sharding import Mesh
 
 from ..layout import Layout
 from ..mesh import data_axes
+from ..offload_policy import HostMemory, Nvme
 from ..placement import Placement
 from ..reporting.schedule import transfer_seconds
-from ..reporting.tables import bytes_text
 from ..rules import match
 from ..shortfall import devices_of_a_process, ignored_pinned_limit, warn
 from . import communication, host_link, memory, traced_traffic
@@ -55,7 +55,7 @@ class Forecast:
       other_bytes: further leaves of the state, and the batch.
       temporaries_bytes: what the predicted peak has beyond those: activations, and the rest.
       host_bytes: in the host's memory, state and what a step keeps there; for this device.
-      disk_bytes: of the state, in files; for this device.
+      disk_bytes: in files, both copies of the state; for this device.
       devices_per_process: devices that one host process has, and so many times its bytes.
       wire_bytes_by_kind: kind of collective -> bytes sent in a step, predicted.
       from_host_bytes, to_host_bytes: that pass between device and host in a step.
@@ -121,25 +121,39 @@ def forecast(
 ) -> Forecast:
     """Predict what a program needs, and ask the compiler if `compile`.
 
+    A step on a state in files is no single program. It is planned, and compiled, as the same step
+    on a state in host memory: what devices do is the same, in pieces of the same size.
+
     Args:
       program: built for the devices of `topology`.
       topology: the machine.
       memory_bytes: of one device.
-
-    Raises:
-      ValueError: its state lies in files.
     """
+    policy = program.options.get("offload")
     with ignored_pinned_limit():
+        if isinstance(policy, Nvme):
+            return _of_files(program, policy, topology, memory_bytes, compile)
         return _forecast(program, topology, memory_bytes, compile)
+
+
+def _of_files(
+    program: Program, policy: Nvme, topology: Topology, memory_bytes: int, compile: bool
+) -> Forecast:
+    _, _, layout = lay_out(program)
+    filed_bytes = sum(layout.disk_bytes_per_device.values())
+    mine = len(devices_of_a_process(layout.mesh))
+    chunk_bytes = max(1, policy.buffer_bytes // (3 * mine))  # of which a box is three quarters
+    host = HostMemory(policy.params, policy.gradients, chunk_bytes)
+    stand_in = replace(program, options={**program.options, "offload": host})
+    found = _forecast(stand_in, topology, memory_bytes, compile)
+    more, said = policy.buffer_bytes // mine - filed_bytes, found.compiled
+    said = said and replace(said, host_bytes=said.host_bytes + more)
+    host_bytes = found.host_bytes + more
+    return replace(found, host_bytes=host_bytes, disk_bytes=2 * filed_bytes, compiled=said)
 
 
 def _forecast(program: Program, topology: Topology, memory_bytes: int, compile: bool) -> Forecast:
     state, batch, layout = lay_out(program)
-    if _disk_bytes(layout):
-        raise ValueError(
-            f"{program.name}: {bytes_text(_disk_bytes(layout))} of its state lie in files; such a "
-            "step is no single program that could be traced. Plan it with HostMemory."
-        )
     region = trace(program.step, state, batch, leaves_on_host(state, layout))
     platform = topology.accelerator.platform
     temporaries = temporaries_bytes(region, platform)
@@ -181,7 +195,6 @@ def _forecast(program: Program, topology: Topology, memory_bytes: int, compile: 
         compute_seconds=compute,
         transfer_seconds=transfer,
         step_seconds=max(compute, transfer, passages[0]) + max(update, passages[1]),
-        disk_bytes=_disk_bytes(layout),
         devices_per_process=len(devices_of_a_process(layout.mesh)),
         from_host_bytes=link.fetched_bytes,
         to_host_bytes=link.sent_bytes,
@@ -253,10 +266,6 @@ def _warn_of_what_is_not_seen(program: Program, layout: Layout, region: Region) 
             "trips and sums their gradient in parts; XLA may reduce it in every trip, which is not "
             "in the predicted wire bytes. Stages 0 and 1 reduce once; or ask the compiler."
         )
-
-
-def _disk_bytes(layout: Layout) -> int:
-    return sum(p.bytes_per_device for p in layout.placements() if str(p.memory) == "disk")
 
 
 def _batch_bytes(batch: Tree) -> int:
