@@ -128,6 +128,11 @@ def test_optimizer_that_needs_everything_is_refused(tmp_path):
     assert not any(tmp_path.iterdir())
 
 
+def test_optimizer_that_keeps_nothing_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="has no arrays, so that there is nothing to put into"):
+        lay_out(tmp_path, tx=optax.sgd(1e-2))
+
+
 def test_old_state_is_stale(tmp_path):
     state = lay_out(tmp_path)
     train(state)

@@ -52,11 +52,17 @@ def settle(layout: Layout, tx: PartitionedOptimizer, make: Make) -> list[Any]:
       make: positions in the order params, opt_state, other -> these leaves at rest, on devices.
 
     Raises:
-      OSError, ValueError: the directory cannot be used; see `open_disk`.
+      OSError, ValueError: the directory cannot be used (see `open_disk`), or there is nothing to
+        put into it.
     """
     policy = layout.offload
     assert isinstance(policy, Nvme)
     pieces = _pieces_of(layout, tx, policy)
+    if not pieces:
+        raise ValueError(
+            "offload: the optimizer's state has no arrays, so that there is nothing to put into "
+            "files; leave Nvme out."
+        )
     disk, found = open_disk(policy)
     try:
         contents = disk.use_complete(found)
