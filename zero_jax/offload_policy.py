@@ -47,8 +47,8 @@ class HostMemory:
         it is reduced, and the update fetches it; only the explicit step can, without microbatches.
         "device": gradients wait there. "auto": the first where it is possible.
       chunk_bytes: how much of it is moved at a time, per device; up to three chunks are on the
-        device at once. A layer of a stack, and a leaf that the optimizer must see whole (its norm,
-        say), is moved in one piece whatever its size.
+        device at once. A layer of a stack, a leaf that the optimizer must see whole (its norm, say),
+        and one that device axes cut along every dim are moved in one piece whatever their size.
       update_on: "device": the optimizer state passes through the device. "host": the host's
         processor computes the update, elementwise optimizers only; gradients go there and new
         parameters come back, moments and master copies never leave. On GPUs the host then holds
@@ -90,7 +90,7 @@ class Nvme:
       path: a directory that is there, on the disk. Each process makes one of its own in it.
       params, gradients: as in `HostMemory`, in host memory.
       buffer_bytes: host memory of a process for pieces on their way. A leaf that the optimizer must
-        see whole has to fit in a quarter of it.
+        see whole, or that device axes cut along every dim, has to fit in a quarter of it.
       existing: if the directory has a training state: "refuse" it, "resume" from it (its layout
         must be this one; a checkpoint fits any), or "replace" it. In an empty one all three begin.
     """
