@@ -31,9 +31,9 @@ from .master_weights import MasterWeights, master_leaves
 from .memories import is_host
 from .offload.dataflow import trace
 from .offload.disk import Disk
-from .offload.disk_array import DiskArray
+from .offload.disk_array import DiskArray, write
 from .offload.disk_passes import find_passes
-from .offload.disk_state import write_other
+from .offload.disk_state import own_boxes, write_other
 from .offload.disk_update import DiskUpdate
 from .offload.grouping import Update
 from .residence import abstract
@@ -95,8 +95,15 @@ class DiskStep:
         if new_scale is not None:
             opt_state = LossScaled(new_scale, split_scale(opt_state)[1])
         layout = self._layout
+        disk.flush()
+        assert self._update is not None
+        pieces = {w: p.boxes for p in self._update.passes for w in p.filed}
+        for at in self._hooked:
+            if at in pieces:  # once more, in the pieces that the update has written
+                place = jax.tree.leaves(layout.params)[at]
+                write(disk, place, own_boxes(place, pieces[at]), leaves[at])
         for tree, now, which in (
-            (layout.params, leaves, {*self._hooked, *beside}),
+            (layout.params, leaves, {*self._hooked, *beside} - {*pieces}),
             (layout.opt_state, jax.tree.leaves(opt_state), None),
             (layout.other, others, self._changed),
         ):

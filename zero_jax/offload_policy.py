@@ -47,8 +47,9 @@ class HostMemory:
         it is reduced, and the update fetches it; only the explicit step can, without microbatches.
         "device": gradients wait there. "auto": the first where it is possible.
       chunk_bytes: how much of it is moved at a time, per device; up to three chunks are on the
-        device at once. A layer of a stack, a leaf that the optimizer must see whole (its norm, say),
-        and one that device axes cut along every dim are moved in one piece whatever their size.
+        device at once. A layer of a stack, a leaf that the optimizer must see whole (its norm,
+        say), and one that device axes cut along every dim are moved in one piece whatever their
+        size.
       update_on: "device": the optimizer state passes through the device. "host": the host's
         processor computes the update, elementwise optimizers only; gradients go there and new
         parameters come back, moments and master copies never leave. On GPUs the host then holds

@@ -5,6 +5,7 @@ compiler is kept from instructions that multiply and add with one rounding, as i
 gradients wait on the device, since a norm that is summed layer by layer may differ in its last bit.
 """
 
+import dataclasses
 import functools
 import json
 import os
@@ -225,6 +226,36 @@ def test_hook_and_its_averages_are_in_files(tmp_path):
     jax.tree.leaves(state["opt_state"])[1].disk.close()
     _, again = with_average("resume")
     same_bits(left, jax.tree.map(np.asarray, (again["params"], again["ema"])))
+
+
+@pytest.mark.parametrize("what", ["frozen", "hook", "params on the host"])
+def test_steps_of_other_kinds(what, tmp_path):
+    """Moments of a frozen parameter, parameters that a hook changes, stacks without moments."""
+    options, params, tx = {}, False, optax.adamw(1e-2)
+    if what == "frozen":
+        options = {"frozen": lambda path: path == "embed"}
+    if what == "hook":
+        clip = functools.partial(jax.tree.map, lambda p: jnp.clip(p, -0.2, 0.2))
+        options = {"after_update": lambda state: state.replace(params=clip(state.params))}
+    if what == "params on the host":
+        labels = dict.fromkeys(("embed", "head"), "a") | {"blocks": "s"}
+        tx = optax.partition({"a": tx, "s": optax.sgd(1e-3)}, labels)
+        params = True
+
+    def trained(offload):
+        state = laid_out(tx, 2, offload, n=2)
+        step = zero_jax.make_train_step(loss, compiler_options=EXACT, **options)
+        for i in range(3):
+            state, _ = step(state, zero_jax.shard_batch(data(i), state))
+        whole = jax.tree.map(np.asarray, zero_jax.unshard_train_state(state))
+        return whole, state
+
+    policy = Nvme(tmp_path, params=params, gradients="device", buffer_bytes=60_000)
+    ours, state = trained(policy)
+    same_bits(ours, trained(None)[0])
+    next(x for x in jax.tree.leaves(state.opt_state) if isinstance(x, DiskArray)).disk.close()
+    again = laid_out(tx, 2, dataclasses.replace(policy, existing="resume"), n=2)
+    same_bits(ours, jax.tree.map(np.asarray, zero_jax.unshard_train_state(again)))
 
 
 def test_born_in_files_is_as_laid_out(tmp_path):

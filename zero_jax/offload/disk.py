@@ -150,10 +150,14 @@ class Disk:
         future = array[where].write(piece, can_reference_source_data_indefinitely=True)
         self._writing.append((future, piece.nbytes))
 
-    def commit(self, version: int) -> None:
-        """Wait for all pieces; from here on the copy that was written is the complete one."""
+    def flush(self) -> None:
+        """Wait for all pieces so far; what is written again must not pass them."""
         while self._writing:
             self._written()
+
+    def commit(self, version: int) -> None:
+        """Wait for all pieces; from here on the copy that was written is the complete one."""
+        self.flush()
         mark = json.dumps({"version": version, "leaves": self.contents})
         store = tensorstore.KvStore.open(
             {"driver": "file", "path": f"{self.path / self._other}/"}, context=self._context

@@ -85,7 +85,7 @@ class DiskArray:
 
 def name_of(placement: Placement) -> str:
     """The name of a leaf: its tree and its path."""
-    return f"{placement.tree}/{placement.leaf.path}"
+    return f"{placement.tree}/{placement.leaf.path or 'value'}"
 
 
 def looks(place: Placement, boxes: Boxes) -> dict[str, Any]:

@@ -69,9 +69,9 @@ def find_passes(
     most_bytes = buffer_bytes // ON_THE_WAY // devices
     streams = find_streams(update, sys.maxsize if boxes else most_bytes, ragged_box)
     if boxes:
-        first = [boxes[min(at for at in s.fetches if at in boxes)] for s in streams]
+        first = [next((boxes[at] for at in s.fetches if at in boxes), None) for s in streams]
         pairs = zip(streams, first, strict=True)
-        streams = [replace(s, box=None if b.count == 1 else b.box) for s, b in pairs]
+        streams = [replace(s, box=b.box if b and b.count > 1 else None) for s, b in pairs]
     for s in streams:
         if s.box is None and not boxes and s.fetched_bytes > most_bytes:
             name, why = why_whole(update, s)
@@ -82,10 +82,10 @@ def find_passes(
                 f"{devices} devices take {needed} bytes; expected {needed - buffer_bytes} more."
             )
     passes = [_pass(update, s, filed) for s in _packed(update, streams, most_bytes)]
-    taken: dict[int, int] = {}
+    replaced = {position: at for at, p in enumerate(passes) for position in p.replaces}
     for at, one in enumerate(passes):
         for position in (*one.reads, *one.replaces):
-            if taken.setdefault(position, at) != at:
+            if replaced.get(position, at) != at:
                 place = update.inputs[position].place
                 raise ValueError(
                     f"offload: the optimizer computes several parameters from "
@@ -124,7 +124,7 @@ def _pass(update: Update, s: Stream, filed: Sequence[int]) -> Pass:
     files = {at for at in needed | replaced if inputs[at].place.memory == "disk"}
     scalar = {at for at in needed if inputs[at].place.leaf.shape == ()} - replaced
     names = {*s.part.inputs - set(graph.inputs), *(graph.inputs[at] for at in scalar)}
-    rest_shape = inputs[min(files)].place.partition.rest_shape
+    rest_shape = inputs[min(files or s.fetches)].place.partition.rest_shape
     return Pass(
         s,
         Boxes(rest_shape, s.box or rest_shape),

@@ -223,10 +223,10 @@ def _pieces_of(layout: Layout, tx: PartitionedOptimizer, policy: Nvme) -> dict[i
     n, scaled = len(updates), len(jax.tree.leaves(layout.opt_state)) - len(jax.tree.leaves(state))
     # inputs are gradients, parameters, optimizer state; leaves are parameters, scale, the rest
     files = {at: p.boxes for p in passes for at in p.files}
-    return {at - n + scaled: _own(inputs[at].place, boxes) for at, boxes in files.items()}
+    return {at - n + scaled: own_boxes(inputs[at].place, boxes) for at, boxes in files.items()}
 
 
-def _own(place: Placement, boxes: Boxes) -> Boxes:
+def own_boxes(place: Placement, boxes: Boxes) -> Boxes:
     """The pieces of a leaf that passes with others."""
     shape = place.partition.rest_shape
     return Boxes(shape, boxes.own(shape))

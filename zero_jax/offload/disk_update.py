@@ -50,6 +50,7 @@ class DiskUpdate:
         wanted = [*self._numbers, *(graph.outputs[at] for at in self._resident)]
         self._part = graph.part(wanted)
         self._first_reads = [n for n, name in enumerate(graph.inputs) if name in self._part.inputs]
+        self._last_reader = {r: at for at, p in enumerate(passes) for r in p.reads}
         self._first = self._jit(self._compute_first)
 
     def run(self, disk: Disk, values: list[Any]) -> list[Any]:
@@ -102,7 +103,8 @@ class DiskUpdate:
                 values[r] = x
             if i == p.boxes.count - 1:
                 for r in p.reads:
-                    values[r] = None
+                    if self._last_reader[r] == at:
+                        values[r] = None
             going.append((p, i, out))
             if len(going) > 1:
                 self._send(disk, *going.popleft())
@@ -185,7 +187,7 @@ def _on_piece(
     that is used once, where a step on the device, which has all streams in it, divides.
     """
     graph, inputs, outputs, boxes = update.graph, update.inputs, update.outputs, p.boxes
-    whole, cut = p.stream.box is None, inputs[p.files[0]].lies
+    whole = p.stream.box is None
     box = boxes.own(boxes.shape, like)
     known: dict[Name, Any] = dict(zip(p.numbers, numbers, strict=True))
     known |= (used := lax.optimization_barrier({n: known[n] for n in p.shared}))
@@ -201,7 +203,7 @@ def _on_piece(
         if at in arrays:
             x = lax.dynamic_slice(x, boxes.corner(i), own(x.shape))
             x = to_device(x) if inputs[at].on_host else x
-        known[graph.inputs[at]] = fitted(x, box, cut)
+        known[graph.inputs[at]] = fitted(x, box, inputs[p.files[0]].lies)
     results = p.stream.part.run(known, None if whole else box)
     filed = {}
     for w, new in zip(p.stream.writes, results, strict=True):
@@ -209,9 +211,9 @@ def _on_piece(
         assert at is not None
         new = jnp.asarray(new).astype(place.leaf.dtype)
         if whole:
-            new = pad(new, place)
-            arrays |= {at: new} if at in arrays else {}
-            filed[w] = new
+            filed[w] = pad(new, replace(place, memory="device"))
+            if at in arrays:
+                arrays[at] = to_host(filed[w]) if place.on_host else filed[w]
             continue
         if at in arrays:
             new = fitted(new, own(arrays[at].shape), place.landing)
