@@ -62,6 +62,10 @@ class Boxes:
         size = min(self.box[self.dim], self.shape[self.dim] - i * self.box[self.dim])
         return (*shape[: self.dim], size, *shape[self.dim + 1 :])
 
+    def like(self, i: int) -> int:
+        """A box that stands for all of the size of box `i`: the first, or the last for itself."""
+        return i if i == self.count - 1 else 0
+
 
 @dataclass(frozen=True)
 class Column:
@@ -161,26 +165,21 @@ def pass_in_boxes(
       The new values, cut as the columns that they replace.
     """
     boxes, cut = Boxes(shape, box), columns[0].lies
-    count, corner = boxes.count, boxes.corner
+    count = boxes.count
     state = [as_host(c.value) if c.on_host else c.value for c in columns]
-
-    def own(array: jax.Array) -> tuple[int, ...]:
-        return boxes.own(array.shape)
 
     def read(i: Any, state: Arrays, on_host: bool) -> Arrays:
         chosen = [c.is_read and c.on_host == on_host for c in columns]
         pairs = zip(state, chosen, strict=True)
-        pieces = [lax.dynamic_slice(x, corner(i), own(x)) for x, c in pairs if c]
-        return [fitted(to_device(x) if on_host else x, box, cut) for x in pieces]
+        return [read_box(x, boxes, i, cut, on_host=on_host) for x, c in pairs if c]
 
     def write(i: Any, state: Arrays, fetched: Arrays) -> Arrays:
         theirs, ours = iter(fetched), iter(read(i, state, on_host=False))
         results = compute([next(theirs) if c.on_host else next(ours) for c in columns if c.is_read])
         for at, new in zip(replaces, results, strict=True):
-            column, old = columns[at], state[at]
-            new = fitted(new.astype(old.dtype), own(old), column.lies)
-            new = to_host(new) if column.on_host else new
-            state = [*state[:at], lax.dynamic_update_slice(old, new, corner(i)), *state[at + 1 :]]
+            column = columns[at]
+            new = write_box(state[at], new, boxes, i, column.lies, on_host=column.on_host)
+            state = [*state[:at], new, *state[at + 1 :]]
         return state
 
     def trip(i: Any, carry: tuple[Arrays, Arrays]) -> tuple[Arrays, Arrays]:
@@ -193,6 +192,37 @@ def pass_in_boxes(
     state, fetched = lax.fori_loop(0, count - 1, trip, carry)
     state = write(count - 1, state, fetched)
     return [state[at] for at in replaces]
+
+
+def read_box(
+    array: jax.Array, boxes: Boxes, i: Any, lies: NamedSharding, *, on_host: bool, like: int = 0
+) -> jax.Array:
+    """Box `i` of an array in either memory, on the device, without padding.
+
+    Args:
+      array: its shape is that of the boxes, or padded along a dim that they leave whole.
+      i: may be traced.
+      lies: how the box is cut.
+      on_host: whether it has to be fetched.
+      like: a box of the size of box `i`.
+    """
+    x = lax.dynamic_slice(array, boxes.corner(i), boxes.own(array.shape, like))
+    return fitted(to_device(x) if on_host else x, boxes.own(boxes.shape, like), lies)
+
+
+def write_box(
+    array: jax.Array,
+    new: jax.Array,
+    boxes: Boxes,
+    i: Any,
+    lies: NamedSharding,
+    *,
+    on_host: bool,
+    like: int = 0,
+) -> jax.Array:
+    """The array with `new` as its box `i`; arguments as those of `read_box`, `lies` the array's."""
+    new = fitted(new.astype(array.dtype), boxes.own(array.shape, like), lies)
+    return lax.dynamic_update_slice(array, to_host(new) if on_host else new, boxes.corner(i))
 
 
 def fitted(x: jax.Array, shape: tuple[int, ...], sharding: NamedSharding) -> jax.Array:

@@ -108,7 +108,7 @@ def start_reading(disk: Disk, place: Placement, boxes: Boxes, i: int) -> list[tu
     ]
 
 
-def arrive(place: Placement, boxes: Boxes, i: int, disk: Disk, reading: list[Any]) -> jax.Array:
+def arrive(disk: Disk, place: Placement, boxes: Boxes, i: int, reading: list[Any]) -> jax.Array:
     """Wait for a piece and put it on its devices."""
     parts = []
     for devices, each in reading:

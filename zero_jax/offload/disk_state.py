@@ -18,20 +18,18 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from ..collectives import pad, unpad
 from ..delayed import Pending
 from ..extended_state import split_scale
 from ..layout import Layout
 from ..master_weights import MasterWeights, master_leaves
-from ..memories import to_host
 from ..offload_policy import Nvme
 from ..optimizer import PartitionedOptimizer
 from ..placement import Placement
 from ..precision import round_to
 from ..update import traced_update
-from .boxes import Boxes, fitted, ragged_box
+from .boxes import Boxes, ragged_box, write_box
 from .dataflow import trace
 from .disk import Disk
 from .disk_array import DiskArray, arrive, load, looks, name_of, start_reading, write
@@ -170,25 +168,19 @@ def _narrowed(master: DiskArray, place: Placement) -> jax.Array:
     shape, dtype = place.partition.rest_shape, place.leaf.dtype
     old = jax.jit(lambda: jnp.zeros(shape, dtype), out_shardings=place.rest)()
 
-    def overwrite(old: jax.Array, piece: jax.Array, i: jax.Array) -> jax.Array:
+    def overwrite(old: jax.Array, piece: jax.Array, i: jax.Array, like: int) -> jax.Array:
         if boxes.count == 1:
             piece = unpad(piece, master.placement)
-        new = round_to(piece, place.leaf.dtype).astype(place.leaf.dtype)
+        new = round_to(piece, dtype).astype(dtype)
         if boxes.count == 1:
             return pad(new, place)
-        shape = tuple(
-            n if d == boxes.dim else size
-            for d, (n, size) in enumerate(zip(new.shape, old.shape, strict=True))
-        )
-        new = fitted(new, shape, place.landing)
-        return lax.dynamic_update_slice(
-            old, to_host(new) if place.on_host else new, boxes.corner(i)
-        )
+        return write_box(old, new, boxes, i, place.landing, on_host=place.on_host, like=like)
 
-    run = jax.jit(overwrite, donate_argnums=0, out_shardings=place.rest)
+    run = jax.jit(overwrite, donate_argnums=0, static_argnums=3, out_shardings=place.rest)
     for i in range(boxes.count):
         reading = start_reading(disk, master.placement, boxes, i)
-        old = run(old, arrive(master.placement, boxes, i, disk, reading), jnp.int32(i))
+        piece = arrive(disk, master.placement, boxes, i, reading)
+        old = run(old, piece, jnp.int32(i), boxes.like(i))
     return old
 
 

@@ -22,8 +22,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from ..collectives import pad
-from ..memories import to_device, to_host
-from .boxes import fitted
+from ..memories import to_host
+from .boxes import fitted, read_box, write_box
 from .dataflow import Name
 from .disk import Disk
 from .disk_array import arrive, start_reading, write_piece
@@ -86,7 +86,7 @@ class DiskUpdate:
             p = self.passes[at]
             places = [self.update.inputs[f].place for f in p.files]
             pairs = zip(places, readings, strict=True)
-            pieces = [arrive(place, p.boxes, i, disk, reading) for place, reading in pairs]
+            pieces = [arrive(disk, place, p.boxes, i, reading) for place, reading in pairs]
             function = self._function(at, i, values, known)
             old = [values[r] for r in p.replaces]
             for r in p.replaces:
@@ -141,8 +141,7 @@ class DiskUpdate:
     def _function(self, at: int, i: int, values: list[Any], known: dict[Name, Any]) -> Any:
         """The jitted function of a piece, shared by all that look alike."""
         p = self.passes[at]
-        last = p.boxes.count - 1  # which may be smaller than the others
-        like = last if i == last else 0
+        like = p.boxes.like(i)
         if (at, like) in self._of_pass:
             return self._of_pass[at, like]
         inputs, outputs = self.update.inputs, self.update.outputs
@@ -193,17 +192,16 @@ def _on_piece(
     known |= (used := lax.optimization_barrier({n: known[n] for n in p.shared}))
     arrays = dict(zip((*p.reads, *p.replaces), [*reads, *replaced], strict=True))
 
-    def own(shape: tuple[int, ...]) -> tuple[int, ...]:
-        return boxes.own(shape, like)
-
     for at, x in (*zip(p.files, pieces, strict=True), *arrays.items()):
         if whole:
             known[graph.inputs[at]] = replace(inputs[at], value=x).logical()
             continue
-        if at in arrays:
-            x = lax.dynamic_slice(x, boxes.corner(i), own(x.shape))
-            x = to_device(x) if inputs[at].on_host else x
-        known[graph.inputs[at]] = fitted(x, box, inputs[p.files[0]].lies)
+        cut = inputs[p.files[0]].lies
+        known[graph.inputs[at]] = (
+            read_box(x, boxes, i, cut, on_host=inputs[at].on_host, like=like)
+            if at in arrays
+            else fitted(x, box, cut)
+        )
     results = p.stream.part.run(known, None if whole else box)
     filed = {}
     for w, new in zip(p.stream.writes, results, strict=True):
@@ -215,13 +213,11 @@ def _on_piece(
             if at in arrays:
                 arrays[at] = to_host(filed[w]) if place.on_host else filed[w]
             continue
+        filed[w] = fitted(new, boxes.own(place.partition.rest_shape, like), place.landing)
         if at in arrays:
-            new = fitted(new, own(arrays[at].shape), place.landing)
-            filed[w] = new
-            new = to_host(new) if place.on_host else new
-            arrays[at] = lax.dynamic_update_slice(arrays[at], new, boxes.corner(i))
-        else:
-            filed[w] = fitted(new, own(place.partition.rest_shape), place.landing)
+            arrays[at] = write_box(
+                arrays[at], filed[w], boxes, i, place.landing, on_host=place.on_host, like=like
+            )
     return [arrays[at] for at in p.replaces], [filed[w] for w in p.filed], used
 
 

@@ -24,11 +24,11 @@ import jax
 from jax import lax
 
 from ..collectives import constrain, pad, unpad
-from ..memories import DEVICE, HOST, as_host, compute_on_host, to_device, to_host
+from ..memories import DEVICE, HOST, as_host, compute_on_host, to_host
 from ..placement import Placement
 from ..reporting.tables import bytes_text
 from ..shortfall import warn
-from .boxes import Boxes, box_of, fitted
+from .boxes import Boxes, box_of, read_box, write_box
 from .dataflow import Name
 from .grouping import Input, Output, Stream, Update, find_streams
 from .streams import compute_resident, open_columns, open_update
@@ -95,22 +95,17 @@ def _compute_boxes(update: Update, s: Stream, numbers: dict[Name, jax.Array]) ->
         return [constrain(x, cut) for x in new]
 
     def trip(i: Any, state: Arrays) -> Arrays:
-        sent = []
-        for at in goes:
-            x = lax.dynamic_slice(state[at], boxes.corner(i), boxes.own(state[at].shape))
-            sent.append(fitted(to_device(x) if columns[at].on_host else x, box, cut))
+        sent = [read_box(state[at], boxes, i, cut, on_host=columns[at].on_host) for at in goes]
         said = [*numbers.values()]
         memories = [HOST if stays[at] else DEVICE for at in targets]
         run = compute_on_host(compute, memories)
         results = run([state[at] for at in there], *jax.tree.map(to_host, (sent, said, i)))
         state = [*state]
         for at, new in zip(targets, results, strict=True):
-            column, old = columns[at], state[at]
+            column = columns[at]
             if not stays[at]:
-                new = constrain(new, cut).astype(old.dtype)
-                new = fitted(new, boxes.own(old.shape), column.lies)
-                new = to_host(new) if column.on_host else new
-                new = lax.dynamic_update_slice(old, new, boxes.corner(i))
+                new = constrain(new, cut)
+                new = write_box(state[at], new, boxes, i, column.lies, on_host=column.on_host)
             state[at] = new
         return state
 
