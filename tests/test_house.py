@@ -13,8 +13,8 @@ import zero_jax
 
 PACKAGE = Path(zero_jax.__file__).parent
 FLOORS = [
-    {"compat", "stage", "mesh", "partition", "rules", "loss_scale", "precision", "memories"}
-    | {"offload_policy", "remat"}
+    {"stage", "mesh", "partition", "rules", "loss_scale", "precision", "memories"}
+    | {"choices", "compat", "offload_policy", "remat"}
     | {"compiler_options", "reporting.tables"},
     {"placement", "cuts", "layout", "shortfall", "collectives", "master_weights"}
     | {"offload.dataflow", "offload.boxes", "offload.grouping", "offload.streams"}

@@ -11,7 +11,8 @@ and the user's own jitted step goes on working.
 The rooms, from the ground up; each imports only its own floor and lower ones:
 
   words        stage  mesh  partition  rules  loss_scale  precision  offload_policy
-               remat  compiler_options  compat  memories  reporting.tables (text only)
+               remat  compiler_options  choices  compat  memories
+               reporting.tables (text only)
   the paper    placement  cuts  layout  shortfall  collectives  master_weights  delayed
                extended_state
                optimizer  update  array_like  at_use  readings

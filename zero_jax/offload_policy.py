@@ -12,7 +12,9 @@ Not here: the transfers, and what activations are kept on the host (`remat`).
 from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal
+
+from .choices import check_choice
 
 Where = Literal["auto", "host", "device"]
 UpdateOn = Literal["device", "host"]
@@ -67,9 +69,9 @@ class HostMemory:
 
     def __post_init__(self) -> None:
         _check_bool("params", self.params)
-        _check_choice("gradients", self.gradients, Where)
+        check_choice("gradients", self.gradients, Where)
         _check_bytes("chunk_bytes", self.chunk_bytes)
-        _check_choice("update_on", self.update_on, UpdateOn)
+        check_choice("update_on", self.update_on, UpdateOn)
         _check_bool("delayed", self.delayed)
         if self.delayed and self.update_on == "device":
             raise ValueError(
@@ -106,9 +108,9 @@ class Nvme:
         if not isinstance(self.path, (str, Path)) or not str(self.path):
             raise TypeError(f"path={self.path!r}; expected a directory.")
         _check_bool("params", self.params)
-        _check_choice("gradients", self.gradients, Where)
+        check_choice("gradients", self.gradients, Where)
         _check_bytes("buffer_bytes", self.buffer_bytes)
-        _check_choice("existing", self.existing, Existing)
+        check_choice("existing", self.existing, Existing)
 
 
 Offload = HostMemory | Nvme
@@ -117,13 +119,6 @@ Offload = HostMemory | Nvme
 def _check_bool(name: str, value: Any) -> None:
     if not isinstance(value, bool):
         raise TypeError(f"{name}={value!r}; expected True or False.")
-
-
-def _check_choice(name: str, value: Any, choices: Any) -> None:
-    if value not in get_args(choices):
-        raise ValueError(
-            f"{name}={value!r}; expected one of {', '.join(map(repr, get_args(choices)))}."
-        )
 
 
 def _check_bytes(name: str, value: Any) -> None:

@@ -2,11 +2,12 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import jax
 from jax.sharding import Mesh, NamedSharding
 
+from .choices import check_choice
 from .mesh import resolve_mesh
 from .offload_policy import HostMemory, Nvme, Offload
 from .precision import Precision
@@ -111,14 +112,6 @@ def _check_memory(mesh: Mesh) -> None:
         raise ValueError(
             f"offload: {device.device_kind} has the memories {', '.join(kinds)}; expected "
             "pinned_host among them. Leave offload= out on this backend."
-        )
-
-
-def check_choice(name: str, value: Any, choices: Any) -> None:
-    """Raise a ValueError if `value` is none of the strings of a `Literal`."""
-    if not isinstance(value, str) or value not in get_args(choices):
-        raise ValueError(
-            f"{name}={value!r}; expected one of {', '.join(map(repr, get_args(choices)))}."
         )
 
 

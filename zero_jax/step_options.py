@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from .choices import check_choice
 from .collectives import Combine
-from .options import check_choice
 
 Reduce = Literal["each", "once"]
 Regather = Literal["layer", "keep"]
