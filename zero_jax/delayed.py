@@ -69,6 +69,18 @@ def nothing_pending(params: Tree, precision: Precision) -> Pending:
     return Pending(gradients, jnp.float32(1), jnp.bool(False), jnp.float32(0))
 
 
+def has_gradient(place: Placement) -> bool:
+    """Whether a parameter has one: real and complex numbers do."""
+    return jnp.issubdtype(place.leaf.dtype, jnp.inexact)
+
+
+def no_gradient(place: Placement) -> jax.Array:
+    """The gradient of a parameter that has none, in flight: zeros, of JAX's float0 for integers."""
+    if not has_gradient(place):
+        return jnp.zeros(place.leaf.shape, jax.dtypes.float0)
+    return constrain(jnp.zeros(place.leaf.shape, place.leaf.dtype), place.flight)
+
+
 def split_pending(opt_state: Any) -> tuple[Pending | None, Any]:
     """What waits, None if the update is not delayed, and the rest."""
     return opt_state if isinstance(opt_state, Delayed) else (None, opt_state)
@@ -78,10 +90,7 @@ def take(pending: Pending, layout: Layout) -> Pending:
     """What has waited, as an update is given it."""
     waiting = iter(jax.tree.leaves(pending.gradients))
     places = jax.tree.leaves(layout.updates)
-    gradients = [
-        as_host(next(waiting)) if _has_gradient(p) else jnp.zeros(p.leaf.shape, jax.dtypes.float0)
-        for p in places
-    ]
+    gradients = [as_host(next(waiting)) if has_gradient(p) else no_gradient(p) for p in places]
     return pending._replace(gradients=gradients)
 
 
@@ -89,7 +98,7 @@ def put(found: Pending, waited: Pending, layout: Layout) -> Pending:
     """What a step has found, in the place of what has waited."""
     old, structure = jax.tree.flatten(waited.gradients)
     places = jax.tree.leaves(layout.updates)
-    pairs = [(g, p) for g, p in zip(found.gradients, places, strict=True) if _has_gradient(p)]
+    pairs = [(g, p) for g, p in zip(found.gradients, places, strict=True) if has_gradient(p)]
     gradients = [
         g if is_host(g) else to_host(pad(g.astype(o.dtype), p))
         for (g, p), o in zip(pairs, old, strict=True)
@@ -101,7 +110,3 @@ def put(found: Pending, waited: Pending, layout: Layout) -> Pending:
     )
     everywhere = jax.sharding.NamedSharding(layout.mesh, jax.sharding.PartitionSpec())
     return Pending(structure.unflatten(gradients), *(constrain(x, everywhere) for x in numbers))
-
-
-def _has_gradient(place: Placement) -> bool:
-    return jnp.issubdtype(place.leaf.dtype, jnp.inexact)

@@ -27,15 +27,13 @@ from .explicit_step import Found, Metrics, conclude, differentiate, open_subject
 from .extended_state import LossScaled, split_scale
 from .gradients import frozen_parameters
 from .layout import Layout
-from .master_weights import MasterWeights, master_leaves
 from .memories import is_host
-from .offload.dataflow import trace
 from .offload.disk import Disk
 from .offload.disk_array import DiskArray, write
 from .offload.disk_passes import find_passes
-from .offload.disk_state import own_boxes, write_other
+from .offload.disk_state import masters_of, write_other
 from .offload.disk_update import DiskUpdate
-from .offload.grouping import Update
+from .offload.streams import open_update
 from .residence import abstract
 from .step_options import StepOptions
 from .subject import Subject
@@ -67,6 +65,7 @@ class DiskStep:
         self._counted: list[int] = []
         self._changed: list[int] = []
         self._hooked: list[int] = []
+        self._filed: list[int] = []  # and parameters that are written, having no master copy
 
     def __call__(self, state: Any, batch: Tree, key: Any) -> tuple[Any, Metrics]:
         """One step.
@@ -81,80 +80,77 @@ class DiskStep:
         jax.block_until_ready(found.fault)  # what follows is the optimizer's time
         start, read, written = time.perf_counter(), disk.read_bytes, disk.written_bytes
         disk.begin()
-        params, opt_state, beside = self._updated(disk, before, found.pending)
+        params, opt_state = self._updated(disk, before, found.pending)
         found = found._replace(pending=found.pending._replace(gradients=()))
         after = Anatomy(params, opt_state, before.other, before.tx, before.specs, before.close)
-        hooked, new_scale, changed, metrics = self._conclude(*_given(after), found)
-
-        leaves, structure = jax.tree.flatten(params)
-        for at, x in zip(self._hooked, hooked, strict=True):
-            leaves[at] = x
-        others, other_structure = jax.tree.flatten(before.other)
-        for at, x in zip(self._changed, changed, strict=True):
-            others[at] = x
-        if new_scale is not None:
-            opt_state = LossScaled(new_scale, split_scale(opt_state)[1])
-        layout = self._layout
-        disk.flush()
-        assert self._update is not None
-        pieces = {w: p.boxes for p in self._update.passes for w in p.filed}
-        for at in self._hooked:
-            if at in pieces:  # once more, in the pieces that the update has written
-                place = jax.tree.leaves(layout.params)[at]
-                write(disk, place, own_boxes(place, pieces[at]), leaves[at])
-        for tree, now, which in (
-            (layout.params, leaves, {*self._hooked, *beside} - {*pieces}),
-            (layout.opt_state, jax.tree.leaves(opt_state), None),
-            (layout.other, others, self._changed),
-        ):
-            for at, place in enumerate(jax.tree.leaves(tree)):
-                if not isinstance(now[at], DiskArray) and (which is None or at in which):
-                    write_other(disk, place, now[at])
+        hooked, scale, changed, metrics = self._conclude(*_given(after), found)
+        params = _with(params, self._hooked, hooked)
+        other = _with(before.other, self._changed, changed)
+        if scale is not None:
+            opt_state = LossScaled(scale, split_scale(opt_state)[1])
+        self._file(disk, params, opt_state, other)
         disk.commit(disk.version + 1)
         seconds = time.perf_counter() - start
         moved = disk.read_bytes - read, disk.written_bytes - written
-        self.traffic = UpdateTraffic(moved[0], moved[1], *moved, seconds)
-        params, other = structure.unflatten(leaves), other_structure.unflatten(others)
+        self.traffic = UpdateTraffic(*moved, *moved, seconds)
         return before.close(params, opt_state, other), metrics
 
     def lower(self, state: Any, batch: Tree, key: Any) -> jax.stages.Lowered:
         """Lower the program of the gradients, the largest."""
         return self._gradients.lower(*_given(open_in_step(state, self._tx)), batch, key)
 
-    def _updated(self, disk: Disk, before: Anatomy, given: Pending) -> tuple[Tree, Any, list[int]]:
-        """The optimizer's update: parameters, its state, and which parameters it has in memory."""
+    def _updated(self, disk: Disk, before: Anatomy, given: Pending) -> tuple[Tree, Any]:
+        """The optimizer's update: parameters, and its own state."""
         scale, opt_state = split_scale(before.opt_state)
         leaves, structure = jax.tree.flatten(before.params)
         held, held_structure = jax.tree.flatten(opt_state)
-        n, masters = len(leaves), [None] * len(leaves)
-        if isinstance(opt_state, MasterWeights):
-            masters = master_leaves(opt_state)
-        frozen = frozen_parameters(self._layout, self._options)
-        filed = [at for at in range(n) if masters[at] is None and not frozen[at]]
         if self._update is None:
-            function, inputs, outputs = traced_update(
-                self._optimizer, given, opt_state, before.params, frozen
-            )
-            logical = [jax.ShapeDtypeStruct(i.place.leaf.shape, i.value.dtype) for i in inputs]
-            inputs = [replace(i, value=None) for i in inputs]
-            update = Update(trace(function, *logical), inputs, outputs)
-            boxes = {2 * n + at: x.boxes for at, x in enumerate(held) if isinstance(x, DiskArray)}
-            passes = find_passes(update, filed, disk.limit_bytes, boxes)
-            self._update = DiskUpdate(update, passes, self._compiler)
+            self._update = self._make_update(disk, before.params, opt_state, given)
         values = [*given.gradients, *leaves]
         values += [None if isinstance(x, DiskArray) else x for x in held]
         values += jax.tree.leaves(given._replace(gradients=()))
         given.gradients.clear()  # each goes when it has been used
         results = self._update.run(disk, values)
+        n = len(leaves)
         held = [
             replace(old, version=disk.version + 1) if isinstance(old, DiskArray) else new
             for old, new in zip(held, results[n:], strict=True)
         ]
         after = held_structure.unflatten(held)
         after = after if scale is None else LossScaled(scale, after)
-        passed = {w for p in self._update.passes for w in p.filed}
-        beside = [at for at in filed if at not in passed]
-        return structure.unflatten(results[:n]), after, beside
+        return structure.unflatten(results[:n]), after
+
+    def _make_update(self, disk: Disk, params: Tree, opt_state: Any, given: Pending) -> DiskUpdate:
+        """The update, taken apart; and which parameters no other leaf in files can tell."""
+        frozen = frozen_parameters(self._layout, self._options)
+        masters, n = masters_of(self._layout), len(frozen)
+        self._filed = [at for at in range(n) if at not in masters and not frozen[at]]
+        function, inputs, outputs = traced_update(self._optimizer, given, opt_state, params, frozen)
+        update = open_update(function, inputs, outputs)
+        update = replace(update, inputs=[replace(i, value=None) for i in inputs])
+        held = enumerate(jax.tree.leaves(opt_state))
+        boxes = {2 * n + at: x.boxes for at, x in held if isinstance(x, DiskArray)}
+        passes = find_passes(update, self._filed, disk.limit_bytes, boxes)
+        return DiskUpdate(update, passes, self._compiler)
+
+    def _file(self, disk: Disk, params: Tree, opt_state: Any, other: Tree) -> None:
+        """Write what the update has not written of all that a step changes."""
+        assert self._update is not None
+        disk.flush()
+        trees = (self._layout.params, params), (self._layout.other, other)
+        (param_places, leaves), (other_places, others) = (map(jax.tree.leaves, t) for t in trees)
+        for at, place in enumerate(param_places):
+            boxes = self._update.pieces.get(at)
+            if boxes is not None and at in self._hooked:  # once more, where the update wrote it
+                write(disk, place, boxes, leaves[at])
+            elif boxes is None and at in {*self._hooked, *self._filed}:
+                write_other(disk, place, leaves[at])
+        states = jax.tree.leaves(self._layout.opt_state)
+        for place, x in zip(states, jax.tree.leaves(opt_state), strict=True):
+            if not isinstance(x, DiskArray):
+                write_other(disk, place, x)
+        for at in self._changed:
+            write_other(disk, other_places[at], others[at])
 
     def _find_gradients(
         self, params: Tree, resident: list[Any], other: Tree, batch: Tree, key: Any
@@ -206,6 +202,14 @@ def _given(state: Anatomy) -> tuple[Tree, list[Any], Tree]:
     leaves = jax.tree.leaves(state.opt_state)
     away = (DiskArray, jax.ShapeDtypeStruct)
     return state.params, [x for x in leaves if not isinstance(x, away)], state.other
+
+
+def _with(tree: Tree, which: list[int], new: list[Any]) -> Tree:
+    """A tree with some leaves replaced."""
+    leaves, structure = jax.tree.flatten(tree)
+    for at, x in zip(which, new, strict=True):
+        leaves[at] = x
+    return structure.unflatten(leaves)
 
 
 def _different(old: list[Any], new: list[Any]) -> list[int]:

@@ -18,6 +18,7 @@ from jax.sharding import PartitionSpec
 
 from .at_use import Wire
 from .collectives import constrain, unpad
+from .delayed import no_gradient
 from .layout import Layout
 from .local_gradients import make_local_gradient
 from .memories import as_host, is_host
@@ -176,14 +177,11 @@ def _in_flight(gradients: list[jax.Array], subject: Subject, trains: list[bool])
     """A gradient for every parameter, logical shapes under `layout.updates`; zeros if frozen."""
     come = iter(gradients)
     placements = jax.tree.leaves(subject.layout.updates)
-    values = subject.values[: subject.trained]
     full = []
-    for placement, value, trained in zip(placements, values, trains, strict=False):
+    for placement, trained in zip(placements, trains, strict=False):
         shape = placement.leaf.shape
         if not trained:
-            is_number = jnp.issubdtype(value.dtype, jnp.inexact)
-            zeros = jnp.zeros(shape, value.dtype if is_number else jax.dtypes.float0)
-            full.append(constrain(zeros, placement.flight) if is_number else zeros)
+            full.append(no_gradient(placement))
             continue
         g = next(come)
         if is_host(g):

@@ -17,8 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from .anatomy import Anatomy, open_in_step
-from .collectives import constrain
-from .delayed import Pending
+from .delayed import Pending, no_gradient
 from .extended_state import LossScaled, split_scale
 from .layout import Layout
 from .offload_policy import HostMemory
@@ -90,12 +89,7 @@ def _update(opened: Anatomy, layout: Layout, parts: Any, keep: jax.Array) -> Any
     """An update of nothing, traced."""
     params, opt_state = parts
     scale, opt_state = split_scale(opt_state)
-    gradients = [
-        constrain(jnp.zeros(p.leaf.shape, p.leaf.dtype), p.flight)
-        if jnp.issubdtype(p.leaf.dtype, jnp.inexact)
-        else jnp.zeros(p.leaf.shape, jax.dtypes.float0)
-        for p in jax.tree.leaves(layout.updates)
-    ]
+    gradients = [no_gradient(p) for p in jax.tree.leaves(layout.updates)]
     given = Pending(gradients, None, keep, jnp.float32(0))
     frozen = [False] * len(gradients)
     params, after = apply_update(opened.tx, given, opt_state, params, frozen)

@@ -62,6 +62,10 @@ class Boxes:
         size = min(self.box[self.dim], self.shape[self.dim] - i * self.box[self.dim])
         return (*shape[: self.dim], size, *shape[self.dim + 1 :])
 
+    def of(self, shape: tuple[int, ...]) -> "Boxes":
+        """Those of an array that passes with others; see `own`."""
+        return Boxes(shape, self.own(shape))
+
     def like(self, i: int) -> int:
         """A box that stands for all of the size of box `i`: the first, or the last for itself."""
         return i if i == self.count - 1 else 0

@@ -12,6 +12,8 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from jax.sharding import Mesh
+
 from ..reporting.tables import bytes_text
 from .boxes import Boxes, ragged_box
 from .dataflow import Name
@@ -46,6 +48,11 @@ class Pass:
     filed: tuple[int, ...]
 
 
+def piece_bytes(buffer_bytes: int, mesh: Mesh) -> int:
+    """Of a piece on one device, so that the host memory of this process holds those on the way."""
+    return buffer_bytes // ON_THE_WAY // len(mesh.local_devices)
+
+
 def find_passes(
     update: Update,
     filed: Sequence[int],
@@ -65,8 +72,7 @@ def find_passes(
         pass whole is too large for the buffer.
     """
     mesh = update.outputs[0].place.mesh
-    devices = max(1, len(mesh.local_devices))
-    most_bytes = buffer_bytes // ON_THE_WAY // devices
+    devices, most_bytes = len(mesh.local_devices), piece_bytes(buffer_bytes, mesh)
     streams = find_streams(update, sys.maxsize if boxes else most_bytes, ragged_box)
     if boxes:
         first = [next((boxes[at] for at in s.fetches if at in boxes), None) for s in streams]

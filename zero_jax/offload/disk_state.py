@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 
 from ..collectives import pad, unpad
-from ..delayed import Pending
+from ..delayed import Pending, no_gradient
 from ..extended_state import split_scale
 from ..layout import Layout
 from ..master_weights import MasterWeights, master_leaves
@@ -30,12 +30,11 @@ from ..placement import Placement
 from ..precision import round_to
 from ..update import traced_update
 from .boxes import Boxes, ragged_box, write_box
-from .dataflow import trace
 from .disk import Disk
 from .disk_array import DiskArray, arrive, load, looks, name_of, start_reading, write
 from .disk_claim import open_disk
-from .disk_passes import ON_THE_WAY, find_passes
-from .grouping import Update
+from .disk_passes import find_passes, piece_bytes
+from .streams import open_update
 
 Tree = Any
 Make = Callable[[list[int]], list[jax.Array]]
@@ -101,7 +100,7 @@ def _assemble(
     disk: Disk, contents: dict[str, Any], layout: Layout, pieces: dict[int, Boxes], make: Make
 ) -> list[Any]:
     """All leaves, those in files being there; `contents` is what is to be read of the others."""
-    places, masters = _places(layout), _masters(layout)
+    places, masters = _places(layout), masters_of(layout)
     leaves: list[Any] = [None] * len(places)
     for at, boxes in pieces.items():
         leaves[at] = DiskArray(disk, places[at], boxes, disk.version)
@@ -132,7 +131,7 @@ def write_other(disk: Disk, place: Placement, array: jax.Array) -> None:
     place, array = _raw(place), _raw_key(array)
     shape = place.partition.rest_shape
     stays = [entry is not None for entry in (*place.landing.spec, *[None] * len(shape))]
-    most_bytes = disk.limit_bytes // ON_THE_WAY // len(place.mesh.local_devices)
+    most_bytes = piece_bytes(disk.limit_bytes, place.mesh)
     box = ragged_box(shape, stays[: len(shape)], place.bytes_per_device, most_bytes)
     write(disk, place, Boxes(shape, box or shape), array)
 
@@ -194,37 +193,26 @@ def _pieces_of(layout: Layout, tx: PartitionedOptimizer, policy: Nvme) -> dict[i
     def described(p: Placement) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(p.partition.rest_shape, p.leaf.dtype)
 
-    def gradient(p: Placement) -> jax.ShapeDtypeStruct:
-        is_number = jnp.issubdtype(p.leaf.dtype, jnp.inexact)
-        dtype = p.leaf.dtype if is_number else jax.dtypes.float0
-        return jax.ShapeDtypeStruct(p.leaf.shape, dtype)
-
     updates = jax.tree.leaves(layout.updates)
     _, state = split_scale(layout.opt_state)
     number, truth = (jax.eval_shape(lambda d=d: d(0)) for d in (jnp.float32, jnp.bool))
+    gradients = jax.eval_shape(lambda: [no_gradient(p) for p in updates])
     function, inputs, outputs = traced_update(
         tx,
-        Pending([gradient(p) for p in updates], number, truth, number),
+        Pending(gradients, number, truth, number),
         jax.tree.map(described, state),
         jax.tree.map(described, layout.params),
         [False] * len(updates),
     )
-    values = [jax.ShapeDtypeStruct(i.place.leaf.shape, i.value.dtype) for i in inputs]
-    update = Update(trace(function, *values), inputs, outputs)
-    passes = find_passes(update, (), policy.buffer_bytes)
+    passes = find_passes(open_update(function, inputs, outputs), (), policy.buffer_bytes)
     n, scaled = len(updates), len(jax.tree.leaves(layout.opt_state)) - len(jax.tree.leaves(state))
     # inputs are gradients, parameters, optimizer state; leaves are parameters, scale, the rest
     files = {at: p.boxes for p in passes for at in p.files}
-    return {at - n + scaled: own_boxes(inputs[at].place, boxes) for at, boxes in files.items()}
+    shapes = {at: inputs[at].place.partition.rest_shape for at in files}
+    return {at - n + scaled: boxes.of(shapes[at]) for at, boxes in files.items()}
 
 
-def own_boxes(place: Placement, boxes: Boxes) -> Boxes:
-    """The pieces of a leaf that passes with others."""
-    shape = place.partition.rest_shape
-    return Boxes(shape, boxes.own(shape))
-
-
-def _masters(layout: Layout) -> dict[int, int]:
+def masters_of(layout: Layout) -> dict[int, int]:
     """Position of a parameter -> that of its master copy."""
     _, state = split_scale(layout.opt_state)
     if not isinstance(state, MasterWeights):

@@ -36,10 +36,17 @@ class DiskUpdate:
 
     Attributes:
       passes: the streams, in order.
+      pieces: position of an output that is written to files -> its pieces.
     """
 
     def __init__(self, update: Update, passes: list[Pass], compiler_options: Any = None):
         self.update, self.passes = update, passes
+        self.pieces = {
+            w: p.boxes.of(update.outputs[w].place.partition.rest_shape)
+            for p in passes
+            for w in p.filed
+        }
+        self._places = [[update.inputs[f].place for f in p.files] for p in passes]
         self._jit = partial(jax.jit, compiler_options=compiler_options)
         self._functions: dict[str, Any] = {}
         self._of_pass: dict[tuple[int, int], Any] = {}
@@ -75,17 +82,16 @@ class DiskUpdate:
             turn = next(turns, None)
             if turn is not None:
                 at, i = turn
-                p = self.passes[at]
-                places = [self.update.inputs[f].place for f in p.files]
-                coming.append((at, i, [start_reading(disk, x, p.boxes, i) for x in places]))
+                boxes = self.passes[at].boxes
+                reading = [start_reading(disk, x, boxes, i) for x in self._places[at]]
+                coming.append((at, i, reading))
 
         fetch()
         while coming:
             fetch()  # the next is read while this one is computed
             at, i, readings = coming.popleft()
             p = self.passes[at]
-            places = [self.update.inputs[f].place for f in p.files]
-            pairs = zip(places, readings, strict=True)
+            pairs = zip(self._places[at], readings, strict=True)
             pieces = [arrive(disk, place, p.boxes, i, reading) for place, reading in pairs]
             function = self._function(at, i, values, known)
             old = [values[r] for r in p.replaces]
@@ -145,12 +151,11 @@ class DiskUpdate:
         if (at, like) in self._of_pass:
             return self._of_pass[at, like]
         inputs, outputs = self.update.inputs, self.update.outputs
-        places = [inputs[f].place for f in p.files]
         pieces = [
             jax.ShapeDtypeStruct(
                 p.boxes.own(x.partition.rest_shape, i), x.leaf.dtype, sharding=x.landing
             )
-            for x in places
+            for x in self._places[at]
         ]
         numbers = [known[n] for n in p.numbers]
         memory = [[values[r] for r in rs] for rs in (p.reads, p.replaces)]
