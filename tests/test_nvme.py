@@ -5,10 +5,12 @@ import shutil
 from collections import namedtuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from laws.offload_net import data, laid_out, loss
+from flax.training.train_state import TrainState
+from laws.offload_net import create, data, laid_out, loss
 
 import zero_jax
 from zero_jax import DiskArray, Nvme
@@ -91,6 +93,38 @@ def test_another_layout_is_refused(tmp_path):
         lay_out(tmp_path, "resume", stage=0)
     with pytest.raises(ValueError, match="opt_state/0/trace.* is not there, expected"):
         lay_out(tmp_path, "resume", tx=optax.sgd(1e-2, momentum=0.9))
+    disk_of(lay_out(tmp_path, "replace", buffer_bytes=2**19)).close()
+    with pytest.raises(ValueError, match="opt_state/0/nu/.*, which this state has not"):
+        lay_out(tmp_path, "resume", tx=optax.lion(1e-2), buffer_bytes=2**19)
+
+
+def test_two_leaves_of_one_name_are_refused(tmp_path):
+    params = {"a": {"b": jnp.ones((4, 4))}, "a/b": jnp.ones((4, 4))}
+    state = TrainState.create(apply_fn=None, params=params, tx=optax.adam(1e-2))
+    with pytest.raises(ValueError, match="two leaves are called params/a/b, which is their name"):
+        zero_jax.shard_train_state(state, 2, executor="explicit", offload=Nvme(tmp_path))
+    assert not any(tmp_path.iterdir())
+
+
+def test_several_states_are_refused(tmp_path):
+    both = {"g": create(optax.adam(1e-2)), "d": create(optax.adam(1e-2))}
+    with pytest.raises(ValueError, match="one Nvme path holds one state"):
+        zero_jax.shard_train_state(both, 2, executor="explicit", offload=Nvme(tmp_path))
+
+
+def test_a_directory_that_goes_away_says_so(tmp_path):
+    state, step = lay_out(tmp_path), zero_jax.make_train_step(loss)
+    state, _ = step(state, zero_jax.shard_batch(data(0), state))
+    shutil.rmtree(tmp_path)
+    for says in ("failed to begin a copy: .*No such file or directory", "failed to begin"):
+        with pytest.raises(OSError, match=says):
+            step(state, zero_jax.shard_batch(data(1), state))
+
+
+def test_an_array_in_files_is_no_argument_of_a_jit(tmp_path):
+    state = lay_out(tmp_path)
+    with pytest.raises(TypeError, match=r"DiskArray\(opt_state/0/mu/.*after 0 steps\)"):
+        jax.jit(lambda state: state.params)(state)
 
 
 def test_buffer_that_is_too_small_says_by_how_much(tmp_path):
@@ -171,7 +205,7 @@ def test_damaged_piece_is_an_error(damage, tmp_path):
             chunk.unlink()
         elif chunk.is_file():
             chunk.write_bytes(chunk.read_bytes()[:-4])
-    with pytest.raises(OSError, match="failed to read opt_state/0/mu/head"):
+    with pytest.raises(OSError, match="failed to read opt_state/0/mu/head.* is damaged. Restore"):
         train(state)
 
 

@@ -13,6 +13,7 @@ A leaf outside of parameters and optimizer state stays whole, unless it is an av
 parameters (same path and shape), which lies as they do, or a frozen parameter.
 """
 
+import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -27,6 +28,9 @@ from .partition import RULED, Partition, partition_leaf, whole
 from .placement import Leaf, without_axis
 from .rules import Rule, fit, match
 from .stage import Stage
+
+COEFFICIENTS = 1024
+"""Elements of a leaf of the optimizer state, up to which it may be coefficients, read all over."""
 
 STATISTICS = "statistics of its module lie whole beside it"
 """Reason of a parameter that is whole because it would pull them along."""
@@ -87,6 +91,10 @@ class Cuts:
         rule = self._rule_of.get(owner.path) if owner else None
         rule = None if isinstance(rule, PartitionSpec) else rule  # a spec is for the owner's shape
         return self._cut(leaf, rule, self.stage.partitions_optimizer, may_pad=True)
+
+    def is_of_all(self, leaf: Leaf) -> bool:
+        """Whether a leaf of the optimizer state is a few numbers of no parameter: coefficients."""
+        return self._owner(leaf) is None and math.prod(leaf.shape) <= COEFFICIENTS
 
     def other(self, leaf: Leaf) -> Partition:
         """A leaf of neither: an average, a frozen parameter, a statistic, a key, a counter."""

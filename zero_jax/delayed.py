@@ -38,7 +38,8 @@ class Pending(NamedTuple):
 
     Attributes:
       gradients: one for each parameter, in flight: logical shapes under `layout.updates`; or on
-        the host, at rest as `layout.updates` says. In a state: a tree, all on the host.
+        the host, at rest as `layout.updates` says. In a state: a tree, on the host but for
+        scalars.
       factor: fp32 (), by which gradients are multiplied (clipping, the loss scale); None is 1.
       keep: a bool (); if False everything stays as it is, bit for bit. None is True.
       loss: of the step, for transformations that ask for a `value`.
@@ -88,9 +89,10 @@ def split_pending(opt_state: Any) -> tuple[Pending | None, Any]:
 
 def take(pending: Pending, layout: Layout) -> Pending:
     """What has waited, as an update is given it."""
-    waiting = iter(jax.tree.leaves(pending.gradients))
+    kept = zip(jax.tree.leaves(pending.gradients), _kept_in(layout), strict=True)
+    waiting = (as_host(g) if place.on_host else g for g, place in kept)
     places = jax.tree.leaves(layout.updates)
-    gradients = [as_host(next(waiting)) if has_gradient(p) else no_gradient(p) for p in places]
+    gradients = [next(waiting) if has_gradient(p) else no_gradient(p) for p in places]
     return pending._replace(gradients=gradients)
 
 
@@ -99,10 +101,12 @@ def put(found: Pending, waited: Pending, layout: Layout) -> Pending:
     old, structure = jax.tree.flatten(waited.gradients)
     places = jax.tree.leaves(layout.updates)
     pairs = [(g, p) for g, p in zip(found.gradients, places, strict=True) if has_gradient(p)]
-    gradients = [
-        g if is_host(g) else to_host(pad(g.astype(o.dtype), p))
-        for (g, p), o in zip(pairs, old, strict=True)
-    ]
+    gradients = []
+    for (g, p), o, place in zip(pairs, old, _kept_in(layout), strict=True):
+        if not is_host(g):
+            g = pad(g.astype(o.dtype), p)
+            g = to_host(g) if place.on_host else g
+        gradients.append(g)
     numbers = (
         jnp.float32(1) if found.factor is None else found.factor,
         jnp.bool(True) if found.keep is None else found.keep,
@@ -110,3 +114,10 @@ def put(found: Pending, waited: Pending, layout: Layout) -> Pending:
     )
     everywhere = jax.sharding.NamedSharding(layout.mesh, jax.sharding.PartitionSpec())
     return Pending(structure.unflatten(gradients), *(constrain(x, everywhere) for x in numbers))
+
+
+def _kept_in(layout: Layout) -> list[Placement]:
+    """Where each gradient waits: on the host, but for scalars."""
+    state = layout.opt_state  # with a loss scale around it, or not
+    delayed = state if isinstance(state, Delayed) else state.inner
+    return jax.tree.leaves(delayed.pending.gradients)

@@ -8,8 +8,10 @@ where one program does all of it; here it is taken apart, since a program cannot
   conclude    the loss scale, the user's hook, the metrics, jitted
   commit      what else a step changes is written, and the copy on disk is complete
 
-A step that fails before `update` leaves the state as it was. One that fails later, because a disk
-is full, has given parameters away; the directory has the state before it.
+All three are traced before anything is given away, and the first step asks for the room that it
+takes on disk: whatever raises there, a hook of the user's say, leaves the state as it was. A step
+that fails later, because a disk does, has given parameters away; the directory has the state before
+it.
 
 Not here: faults, which `train_step` raises.
 """
@@ -29,9 +31,10 @@ from .gradients import frozen_parameters
 from .layout import Layout
 from .memories import is_host
 from .offload.disk import Disk
-from .offload.disk_array import DiskArray, write
+from .offload.disk_array import DiskArray, name_of, write
+from .offload.disk_claim import agreed
 from .offload.disk_passes import find_passes
-from .offload.disk_state import masters_of, write_other
+from .offload.disk_state import local_bytes, masters_of, write_other
 from .offload.disk_update import DiskUpdate
 from .offload.streams import open_update
 from .residence import abstract
@@ -48,12 +51,16 @@ class DiskStep:
     """The three programs and the loop, for states of one layout.
 
     Attributes:
+      layout: of the states.
       traffic: of the last step, None before the first.
     """
 
     def __init__(self, state: Any, loss_fn: Any, tx: Any, options: StepOptions, compiler: Any):
         self._loss_fn, self._tx, self._options = loss_fn, tx, options
-        self._layout: Layout = layout_of(state if tx is None else tx)
+        self.layout: Layout = layout_of(state if tx is None else tx)
+        self._places = jax.tree.leaves(
+            (self.layout.params, self.layout.opt_state, self.layout.other)
+        )
         anatomy = open_in_step(state, tx)
         self._close, self._optimizer = anatomy.close, anatomy.tx
         self._gradients = jax.jit(self._find_gradients, compiler_options=compiler or None)
@@ -65,7 +72,7 @@ class DiskStep:
         self._counted: list[int] = []
         self._changed: list[int] = []
         self._hooked: list[int] = []
-        self._filed: list[int] = []  # and parameters that are written, having no master copy
+        self._filed: list[int] = []  # and parameters that no master copy tells
 
     def __call__(self, state: Any, batch: Tree, key: Any) -> tuple[Any, Metrics]:
         """One step.
@@ -76,19 +83,21 @@ class DiskStep:
         """
         before = open_in_step(state, self._tx)
         disk = _disk_of(before)
-        found = self._gradients(*_given(before), batch, key)
+        found = self._gradients(*self._given(before), batch, key)
         jax.block_until_ready(found.fault)  # what follows is the optimizer's time
+        if self._update is None:
+            self._update = self._prepare(disk, before, found)
         start, read, written = time.perf_counter(), disk.read_bytes, disk.written_bytes
         disk.begin()
         params, opt_state = self._updated(disk, before, found.pending)
         found = found._replace(pending=found.pending._replace(gradients=()))
         after = Anatomy(params, opt_state, before.other, before.tx, before.specs, before.close)
-        hooked, scale, changed, metrics = self._conclude(*_given(after), found)
+        hooked, scale, changed, metrics = self._conclude(*self._given(after), found)
         params = _with(params, self._hooked, hooked)
         other = _with(before.other, self._changed, changed)
         if scale is not None:
             opt_state = LossScaled(scale, split_scale(opt_state)[1])
-        self._file(disk, params, opt_state, other)
+        self._file(disk, jax.tree.leaves((params, opt_state, other)))
         disk.commit(disk.version + 1)
         seconds = time.perf_counter() - start
         moved = disk.read_bytes - read, disk.written_bytes - written
@@ -97,15 +106,28 @@ class DiskStep:
 
     def lower(self, state: Any, batch: Tree, key: Any) -> jax.stages.Lowered:
         """Lower the program of the gradients, the largest."""
-        return self._gradients.lower(*_given(open_in_step(state, self._tx)), batch, key)
+        return self._gradients.lower(*self._given(open_in_step(state, self._tx)), batch, key)
+
+    def _prepare(self, disk: Disk, before: Anatomy, found: Found) -> DiskUpdate:
+        """The update, taken apart; all that is left of a step is traced, nothing touched."""
+        update = self._make_update(disk, before, found.pending)
+        found = found._replace(pending=found.pending._replace(gradients=()))
+        try:
+            jax.eval_shape(self._find_conclusion, *self._given(before), found)
+        except TypeError as error:
+            if "ShapeDtypeStruct" in str(error):
+                error.add_note("after_update: the optimizer's state lies in files; leave it alone.")
+            raise
+        copy_bytes = sum(local_bytes(self._places[at]) for at in self._written(disk))
+        agreed(lambda: disk.check_room(copy_bytes))
+        return update
 
     def _updated(self, disk: Disk, before: Anatomy, given: Pending) -> tuple[Tree, Any]:
         """The optimizer's update: parameters, and its own state."""
         scale, opt_state = split_scale(before.opt_state)
         leaves, structure = jax.tree.flatten(before.params)
         held, held_structure = jax.tree.flatten(opt_state)
-        if self._update is None:
-            self._update = self._make_update(disk, before.params, opt_state, given)
+        assert self._update is not None
         values = [*given.gradients, *leaves]
         values += [None if isinstance(x, DiskArray) else x for x in held]
         values += jax.tree.leaves(given._replace(gradients=()))
@@ -120,37 +142,45 @@ class DiskStep:
         after = after if scale is None else LossScaled(scale, after)
         return structure.unflatten(results[:n]), after
 
-    def _make_update(self, disk: Disk, params: Tree, opt_state: Any, given: Pending) -> DiskUpdate:
-        """The update, taken apart; and which parameters no other leaf in files can tell."""
-        frozen = frozen_parameters(self._layout, self._options)
-        masters, n = masters_of(self._layout), len(frozen)
+    def _make_update(self, disk: Disk, before: Anatomy, given: Pending) -> DiskUpdate:
+        """The update, taken apart."""
+        _, opt_state = split_scale(before.opt_state)
+        frozen = frozen_parameters(self.layout, self._options)
+        masters, n = masters_of(self.layout), len(frozen)
         self._filed = [at for at in range(n) if at not in masters and not frozen[at]]
-        function, inputs, outputs = traced_update(self._optimizer, given, opt_state, params, frozen)
+        function, inputs, outputs = traced_update(
+            self._optimizer, given, opt_state, before.params, frozen
+        )
         update = open_update(function, inputs, outputs)
         update = replace(update, inputs=[replace(i, value=None) for i in inputs])
         held = enumerate(jax.tree.leaves(opt_state))
         boxes = {2 * n + at: x.boxes for at, x in held if isinstance(x, DiskArray)}
         passes = find_passes(update, self._filed, disk.limit_bytes, boxes)
-        return DiskUpdate(update, passes, self._compiler)
+        stays = [at for at in range(n) if frozen[at]]
+        return DiskUpdate(update, passes, stays, self._compiler)
 
-    def _file(self, disk: Disk, params: Tree, opt_state: Any, other: Tree) -> None:
-        """Write what the update has not written of all that a step changes."""
+    def _written(self, disk: Disk) -> set[int]:
+        """Leaves that a copy has to have: steps change them, or ever did."""
+        params, states = (jax.tree.leaves(t) for t in (self.layout.params, self.layout.opt_state))
+        n, m = len(params), len(params) + len(states)
+        known = {at for at, place in enumerate(self._places) if name_of(place) in disk.known}
+        changed = {m + at for at in self._changed}
+        return {*self._filed, *self._hooked, *range(n, m), *changed} | known
+
+    def _file(self, disk: Disk, leaves: list[Any]) -> None:
+        """Write what the update has not written of the leaves that a copy has to have."""
         assert self._update is not None
         disk.flush()
-        trees = (self._layout.params, params), (self._layout.other, other)
-        (param_places, leaves), (other_places, others) = (map(jax.tree.leaves, t) for t in trees)
-        for at, place in enumerate(param_places):
-            boxes = self._update.pieces.get(at)
-            if boxes is not None and at in self._hooked:  # once more, where the update wrote it
-                write(disk, place, boxes, leaves[at])
-            elif boxes is None and at in {*self._hooked, *self._filed}:
-                write_other(disk, place, leaves[at])
-        states = jax.tree.leaves(self._layout.opt_state)
-        for place, x in zip(states, jax.tree.leaves(opt_state), strict=True):
-            if not isinstance(x, DiskArray):
-                write_other(disk, place, x)
-        for at in self._changed:
-            write_other(disk, other_places[at], others[at])
+        pieces = {
+            at: boxes
+            for at, boxes in self._update.pieces.items()
+            if self._places[at].tree == "params"
+        }
+        for at in sorted(self._written(disk)):
+            if at not in pieces and not isinstance(leaves[at], DiskArray):
+                write_other(disk, self._places[at], leaves[at])
+            elif at in pieces and at in self._hooked:  # once more, where the update wrote it
+                write(disk, self._places[at], pieces[at], leaves[at])
 
     def _find_gradients(
         self, params: Tree, resident: list[Any], other: Tree, batch: Tree, key: Any
@@ -158,7 +188,7 @@ class DiskStep:
         """From the batch to what the optimizer is given, traced; gradients at rest."""
         subject = self._opened(params, resident, other)
         found = differentiate(subject, batch, key, self._options)
-        parts = jax.tree.leaves(self._layout.updates)
+        parts = jax.tree.leaves(self.layout.updates)
         pairs = zip(found.pending.gradients, parts, strict=True)
         gradients = [g if is_host(g) else pad(g, part) for g, part in pairs]
         old, new = jax.tree.leaves(subject.anatomy.other), jax.tree.leaves(found.other)
@@ -183,25 +213,24 @@ class DiskStep:
         new, changed = jax.tree.leaves(after), jax.tree.leaves(final)
         self._hooked = _different(jax.tree.leaves(before.params), new)
         self._changed = _different(old, changed)
-        rests = [p.rest for p in jax.tree.leaves(self._layout.other)]
+        rests = [p.rest for p in jax.tree.leaves(self.layout.other)]
         changed = [constrain(changed[at], rests[at]) for at in self._changed]
         return [new[at] for at in self._hooked], split_scale(opt_state)[0], changed, metrics
+
+    def _given(self, state: Anatomy) -> tuple[Tree, list[Any], Tree]:
+        """What a program is given of a state: what is not in files."""
+        places = jax.tree.leaves(self.layout.opt_state)
+        pairs = zip(jax.tree.leaves(state.opt_state), places, strict=True)
+        return state.params, [x for x, place in pairs if not place.is_away], state.other
 
     def _opened(self, params: Tree, resident: list[Any], other: Tree) -> Subject:
         """The subject of a state whose leaves in files are only described."""
         come = iter(resident)
         opt_state = jax.tree.map(
-            lambda p: abstract(p) if p.is_away else next(come), self._layout.opt_state
+            lambda p: abstract(p) if p.is_away else next(come), self.layout.opt_state
         )
         state = self._close(params, opt_state, other)
         return open_subject(state, self._tx, self._loss_fn, self._options)
-
-
-def _given(state: Anatomy) -> tuple[Tree, list[Any], Tree]:
-    """What a program is given of a state: what is not in files."""
-    leaves = jax.tree.leaves(state.opt_state)
-    away = (DiskArray, jax.ShapeDtypeStruct)
-    return state.params, [x for x in leaves if not isinstance(x, away)], state.other
 
 
 def _with(tree: Tree, which: list[int], new: list[Any]) -> Tree:

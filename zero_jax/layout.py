@@ -110,7 +110,7 @@ class Layout:
 
     @cached_property
     def disk_bytes_per_device(self) -> dict[str, int]:
-        """Bytes in files for one device, by tree. There are two copies of each; see `Nvme`."""
+        """Bytes at rest in files for one device, by tree; `Nvme` says what else is written."""
         return self._sum(lambda p: p.bytes_per_device if p.memory == "disk" else 0)
 
     @cached_property
@@ -204,7 +204,8 @@ def build_layout(
       rules: path pattern -> rule; see `rules`.
       frozen: paths of leaves of `other` that are parameters the optimizer does not train.
       pads_parameters: parameters may be padded at rest, since no user's code reads them.
-      offload: what lies in host memory or in files: the optimizer state, but for its scalars.
+      offload: what lies in host memory or in files: the optimizer state, but for its scalars and
+        coefficients of all parameters (muon's).
 
     Raises:
       ValueError: a rule matches no parameter, or its spec does not fit the leaf.
@@ -232,7 +233,7 @@ def build_layout(
     parameters = placed("params", cuts.parameter, params)
     if offload is not None:
         kept_in: Memory = "disk" if isinstance(offload, Nvme) else "pinned_host"
-        states = jax.tree.map(lambda p: _away(p, kept_in), states)
+        states = jax.tree.map(lambda p: p if cuts.is_of_all(p.leaf) else _away(p, kept_in), states)
     if offload is not None and offload.params:
         parameters = jax.tree.map(
             lambda p: (

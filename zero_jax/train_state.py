@@ -95,6 +95,8 @@ def shard_train_state(
       ZeroWarning: the stage partitions nothing, or leaves more than half of a tree whole.
     """
     if is_container(state):
+        if isinstance(offload, Nvme):
+            raise ValueError("offload: one Nvme path holds one state; lay each out by itself.")
         return map_states(
             lambda one, its_tx: shard_train_state(
                 one, stage, mesh=mesh, axis=axis, min_size=min_size,

@@ -143,7 +143,8 @@ class TrainStep:
         self._options, self._donate, self._compiler_options = options, donate, compiler_options
         self._step = partial(explicit_step, loss_fn=loss_fn, tx=tx, options=options)
         self._loss_fn, self._tx, self._jitted = loss_fn, tx, None
-        self._disk_step: DiskStep | None = None
+        self._disk_steps: list[DiskStep] = []
+        self._last: DiskStep | None = None
         self._watch = Watch(options.nonfinite)
 
     def __call__(self, state: Any, batch: Tree, rng: Any = None) -> tuple[Any, Metrics]:
@@ -153,7 +154,7 @@ class TrainStep:
           FloatingPointError, ValueError: an earlier step had a fault; nothing is lost.
         """
         self._watch.check()
-        on_disk = self._on_disk(state)
+        self._last = on_disk = self._on_disk(state)
         if on_disk is not None:
             after, metrics = on_disk(state, batch, self._key(rng))
             if flax_nnx.is_nnx(state):
@@ -182,7 +183,7 @@ class TrainStep:
     @property
     def traffic(self) -> UpdateTraffic | None:
         """What the update of the last step has moved; None but for a state in files."""
-        return None if self._disk_step is None else self._disk_step.traffic
+        return None if self._last is None else self._last.traffic
 
     def lower(self, state: Any, batch: Tree, rng: Any = None) -> jax.stages.Lowered:
         """Lower the step, also for states and batches of `ShapeDtypeStruct`s."""
@@ -210,16 +211,19 @@ class TrainStep:
         return rng
 
     def _on_disk(self, state: Any) -> DiskStep | None:
-        """The step on a state in files, made once; None for any other state."""
+        """The step on a state in files, made once for each; None for any other state."""
         laid_out = state if self._tx is None else self._tx
-        if self._disk_step is None and isinstance(layout_of(laid_out).offload, Nvme):
-            if not self._donate:
-                raise ValueError(
-                    "donate=False: the optimizer state lies in files, which steps use up."
-                )
+        layout = layout_of(laid_out)
+        if not isinstance(layout.offload, Nvme):
+            return None
+        if not self._donate:
+            raise ValueError("donate=False: the optimizer state lies in files, which steps use up.")
+        found = next((step for step in self._disk_steps if step.layout is layout), None)
+        if found is None:
             compiler = self._compiler(laid_out)
-            self._disk_step = DiskStep(state, self._loss_fn, self._tx, self._options, compiler)
-        return self._disk_step
+            found = DiskStep(state, self._loss_fn, self._tx, self._options, compiler)
+            self._disk_steps.append(found)
+        return found
 
     def _jit(self, state: Any) -> Any:
         """The step, jitted once."""

@@ -144,10 +144,17 @@ def _move(
     if keep is not None:
         moved = [jnp.where(keep, m, w) for m, w in zip(moved, weights, strict=True)]
         moved_inner = jax.tree.map(lambda new, was: jnp.where(keep, new, was), moved_inner, inner)
+    moved_inner = jax.tree.map(_integers_stay, moved_inner, inner)
     if has_masters:
         kept = iter([m for m, master in zip(moved, masters, strict=True) if master is not None])
         moved_inner = MasterWeights(jax.tree.map(lambda _: next(kept), state.master), moved_inner)
     return moved, [jnp.asarray(x) for x in jax.tree.leaves(moved_inner)]
+
+
+def _integers_stay(new: Any, was: Any) -> Any:
+    """A moment of an integer parameter in its dtype at rest: optax gives it one, and widens it."""
+    widened = jnp.issubdtype(was.dtype, jnp.integer) and jnp.issubdtype(new.dtype, jnp.inexact)
+    return new.astype(was.dtype) if widened else new
 
 
 def _narrow(moved: jax.Array, dtype: Any, part: Placement) -> jax.Array:

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from laws.offload_net import STEPS, data, laid_out, loss, memories
+from laws.offload_net import ROWS, STEPS, data, laid_out, loss, memories
 from laws.step_subjects import EXACT
 
 import zero_jax
@@ -49,6 +49,29 @@ def run(optimizer, stage, executor, offload, microbatches=1, half=False):
 def annotated_step(state, batch):
     value, grads = jax.value_and_grad(loss)(state.params, batch)
     return state.apply_gradients(grads=grads), value
+
+
+def clipped_then_skipped(policy, precision=None):
+    """Three clipped steps, and one with an inf that changes no bit.
+
+    Returns:
+      The last state.
+    """
+    state = laid_out(optax.adamw(1e-2), 2, policy, n=N, precision=precision)
+    step = zero_jax.make_train_step(
+        loss, clip_norm=1.0, nonfinite="skip", compiler_options=EXACT, donate=False
+    )
+    for i in range(3):
+        state, metrics = step(state, zero_jax.shard_batch(data(i), state))
+        assert metrics.grad_norm > 1  # it was clipped
+    x, y = data(3)
+    x[ROWS // 2] = np.inf
+    after, metrics = step(state, zero_jax.shard_batch((x, y), state))
+    assert metrics.skipped == 1
+    same_bits(after.params, state.params)
+    kept = (s.opt_state if precision is None else s.opt_state.inner for s in (after, state))
+    same_bits(*kept)
+    return after
 
 
 def same_bits(a, b):

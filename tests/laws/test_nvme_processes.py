@@ -44,8 +44,8 @@ while int(state.step) < int(last):
 """
 
 
-def train(folder, existing, last):
-    """Losses that the two processes print."""
+def ran(folder, existing, last):
+    """Exit status, output and errors of the two processes."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
@@ -59,9 +59,16 @@ def train(folder, existing, last):
         for rank in range(2)
     ]  # fmt: skip
     said = [process.communicate(timeout=300) for process in processes]
-    for process, (_, error) in zip(processes, said, strict=True):
-        assert process.returncode == 0, error
-    return [[float(x.split()[1]) for x in out.splitlines() if x[:4] == "loss"] for out, _ in said]
+    return [(p.returncode, *texts) for p, texts in zip(processes, said, strict=True)]
+
+
+def train(folder, existing, last):
+    """Losses that the two processes print."""
+    found = ran(folder, existing, last)
+    for status, _, error in found:
+        assert status == 0, error
+    outputs = [out.splitlines() for _, out, _ in found]
+    return [[float(x.split()[1]) for x in lines if x[:4] == "loss"] for lines in outputs]
 
 
 def test_two_processes_train_and_resume_as_one(tmp_path):
@@ -80,3 +87,12 @@ def test_two_processes_train_and_resume_as_one(tmp_path):
         np.testing.assert_allclose([*losses[0], *losses[1]], expected, rtol=1e-5)
     held = [sum(f.stat().st_size for f in d.rglob("c/**/*")) for d in tmp_path.iterdir()]
     assert held[0] == pytest.approx(held[1], rel=0.02)  # a half each
+
+
+def test_a_letter_to_one_process_ends_both(tmp_path):
+    """The other would wait for it."""
+    (tmp_path / "process_1").touch()
+    (first, _, others), (second, _, own) = ran(tmp_path, "refuse", 1)
+    assert first and second
+    assert "OSError: offload: process 1 refused; its own letter says why." in others
+    assert "this process cannot write there: [Errno 20] Not a directory" in own

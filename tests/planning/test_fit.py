@@ -282,7 +282,7 @@ def test_a_state_in_files_needs_the_disk_twice_and_the_host_for_its_buffer():
 
     (found,) = fit.plan(planner(filed)).forecasts
     (other,) = fit.plan(planner(hosted)).forecasts
-    assert found.disk_bytes == 2 * other.host_bytes
+    assert found.disk_bytes == 3 * other.host_bytes + 8  # fp32 parameters, too, and the count
     assert found.host_bytes == 2**20 // 8  # of a process with eight devices
     assert (found.peak_bytes, found.from_host_bytes) == (other.peak_bytes, other.from_host_bytes)
 

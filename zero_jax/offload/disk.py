@@ -76,6 +76,8 @@ class Disk:
       version: steps that the complete copy has seen.
       resumes: whether that copy was there when the directory was opened.
       contents: what the copy that is being written has: name of a leaf -> what it looks like.
+      known: names of all leaves that a complete copy ever had; each later one must have them, too,
+        or they would be lost with the last copy but one.
       limit_bytes: host memory that pieces on their way may take.
       read_bytes, written_bytes: so far.
       held_bytes, peak_bytes: host memory of pieces on their way, now and at most.
@@ -84,6 +86,7 @@ class Disk:
     def __init__(self, policy: Nvme, path: Path, lock: int):
         self.path, self.version, self.resumes = path, 0, False
         self.contents: dict[str, Any] = {}
+        self.known: set[str] = set()
         self.read_bytes = self.written_bytes = self.held_bytes = self.peak_bytes = 0
         self.limit_bytes, self._copy, self._failed = policy.buffer_bytes, "b", ""
         self._unlock = weakref.finalize(self, os.close, lock)
@@ -91,7 +94,7 @@ class Disk:
         self._context = tensorstore.Context(
             {"file_io_sync": True, "cache_pool": {"total_bytes_limit": 0}}
         )
-        self._arrays: dict[tuple[str, str], Any] = {}
+        self._arrays: dict[tuple[str, Filed], Any] = {}
 
     @property
     def _other(self) -> str:
@@ -102,6 +105,7 @@ class Disk:
         self._arrays = {}
         for copy in COPIES:
             shutil.rmtree(self.path / copy, ignore_errors=True)
+            (self.path / copy).mkdir()
 
     def begin(self) -> None:
         """Start to write the copy that is not complete.
@@ -112,13 +116,13 @@ class Disk:
         if self._failed:
             raise OSError(self._failed)
         self.contents = {}
-        (self.path / self._other / "complete").unlink(missing_ok=True)
+        self._try(self._unmark, "begin a copy")
 
     def read(self, filed: Filed, where: Where) -> Any:
         """Start to read a piece of the complete copy; give what comes back to `arrived`."""
         size = filed.bytes_of(where)
         self._make_room(size)
-        array = self._try(lambda: self._open(self._copy, filed), f"open {filed.name}")
+        array = self._try_reading(lambda: self._open(self._copy, filed), filed)
         return filed, size, array[where].read()
 
     def arrived(self, reading: Any) -> np.ndarray:
@@ -128,7 +132,7 @@ class Disk:
           OSError: its file is not there, or of another size.
         """
         filed, size, future = reading
-        value = self._try(future.result, f"read {filed.name}")
+        value = self._try_reading(future.result, filed)
         self.held_bytes -= size
         self.read_bytes += size
         return value.view(filed.dtype)
@@ -145,7 +149,7 @@ class Disk:
           OSError: an earlier one could not be written.
         """
         self._make_room(piece.nbytes)
-        array = self._try(lambda: self._open(self._other, filed), f"open {filed.name}")
+        array = self._try(lambda: self._open(self._other, filed), f"make {filed.name}")
         piece = piece.view(filed.stored)
         future = array[where].write(piece, can_reference_source_data_indefinitely=True)
         self._writing.append((future, piece.nbytes))
@@ -164,23 +168,27 @@ class Disk:
         ).result()
         self._try(lambda: store.write("complete", mark.encode()).result(), "write complete")
         self._copy, self.version = self._other, version
+        self.known |= set(self.contents)
 
     def close(self) -> None:
         """Let another process, or another state of this one, have the directory."""
         self._failed = f"offload: {self.path} was closed."
         self._unlock()
 
-    def check_room(self, state_bytes: int) -> None:
-        """Whether two copies of a state fit.
+    def check_room(self, copy_bytes: int) -> None:
+        """Whether two copies fit.
+
+        Args:
+          copy_bytes: of one, in this process's files.
 
         Raises:
           OSError: the disk has not enough room.
         """
         own = sum(f.stat().st_size for f in self.path.rglob("*") if f.is_file())
-        free, needed = shutil.disk_usage(self.path).free + own, 2 * state_bytes
+        free, needed = shutil.disk_usage(self.path).free + own, 2 * copy_bytes
         if needed > free:
             raise OSError(
-                f"offload: {self.path} is to hold two copies of {bytes_text(state_bytes)}, "
+                f"offload: {self.path} is to hold two copies of {bytes_text(copy_bytes)}, "
                 f"{bytes_text(needed)}, and its disk has {bytes_text(free)} free: "
                 f"{bytes_text(needed - free)} too little. Free it, or use more processes or "
                 "another disk."
@@ -209,11 +217,12 @@ class Disk:
             )
         self.version = max(common)
         self._copy, self.resumes = COPIES[versions.index(self.version)], True
+        self.known = set(found[self._copy]["leaves"])
         return found[self._copy]["leaves"]
 
     def _open(self, copy: str, filed: Filed) -> Any:
-        """The array of a copy, made if it is not there."""
-        if (copy, filed.name) not in self._arrays:
+        """The array of a copy: of the complete one as it is, of the other made anew."""
+        if (copy, filed) not in self._arrays:
             spec = {
                 "driver": "zarr3",
                 "kvstore": {"driver": "file", "path": f"{self.path / copy}/{quote(filed.name)}/"},
@@ -228,12 +237,20 @@ class Disk:
                 },
                 "store_data_equal_to_fill_value": True,  # a chunk of zeros is a chunk
                 "fill_missing_data_reads": False,  # and one that is not there an error
-                "create": True,
-                "open": True,
             }
-            opened = tensorstore.open(spec, context=self._context).result()
-            self._arrays[copy, filed.name] = opened
-        return self._arrays[copy, filed.name]
+            anew = {"create": True, "delete_existing": True} if copy == self._other else {}
+            opened = tensorstore.open(spec | anew, context=self._context).result()
+            self._arrays[copy, filed] = opened
+        return self._arrays[copy, filed]
+
+    def _unmark(self) -> None:
+        copy = self.path / self._other
+        (copy / "complete").unlink(missing_ok=True)
+        folder = os.open(copy, os.O_RDONLY)
+        try:
+            os.fsync(folder)  # or, after a power cut, the mark could be there again
+        finally:
+            os.close(folder)
 
     def _make_room(self, size: int) -> None:
         while self._writing and self.held_bytes + size > self.limit_bytes:
@@ -247,18 +264,35 @@ class Disk:
         self.held_bytes -= size
         self.written_bytes += size
 
+    def _try_reading(self, function: Any, filed: Filed) -> Any:
+        try:
+            return function()
+        except (OSError, ValueError, RuntimeError) as error:
+            self._fail(
+                f"read {filed.name}: {error}",
+                f"The state after {self.version} steps, the last complete one, is damaged. Restore "
+                "a checkpoint, with existing='replace'.",
+            )
+
     def _try(self, function: Any, what: str) -> Any:
         try:
             return function()
         except (OSError, ValueError, RuntimeError) as error:
-            self._fail(what, str(error))
+            self._fail(
+                f"{what}: {error} ({self._free()})",
+                f"Nothing is lost: the state after {self.version} steps is complete there. Mend "
+                "the disk and lay the state out again with existing='resume'.",
+            )
 
-    def _fail(self, what: str, why: str) -> None:
+    def _free(self) -> str:
+        try:
+            return f"{bytes_text(shutil.disk_usage(self.path).free)} are free"
+        except OSError as error:
+            return str(error)
+
+    def _fail(self, what: str, then: str) -> None:
+        for future, _ in self._writing:
+            future.exception()  # its memory is read until then
         self._writing.clear()
-        self._failed = (
-            f"offload: {self.path} failed to {what}: {why} "
-            f"({bytes_text(shutil.disk_usage(self.path).free)} are free). Nothing is lost: the "
-            f"state after {self.version} steps is complete there. Mend the disk and lay the state "
-            "out again with existing='resume'."
-        )
+        self._failed = f"offload: {self.path} failed to {what}. {then}"
         raise OSError(self._failed)

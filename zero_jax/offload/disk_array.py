@@ -23,9 +23,9 @@ from .disk import Disk, Filed
 Index = tuple[slice, ...]
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class DiskArray:
-    """A leaf of a training state that lies in files.
+    """A leaf of a training state that lies in files; no argument of a jitted function.
 
     Attributes:
       disk: the directory.
@@ -39,6 +39,10 @@ class DiskArray:
     placement: Placement
     boxes: Boxes
     version: int
+
+    def __repr__(self) -> str:
+        what = f"{name_of(self.placement)}, shape={self.shape}, dtype={self.dtype}"
+        return f"DiskArray({what}, after {self.version} steps)"
 
     @property
     def shape(self) -> tuple[int, ...]:

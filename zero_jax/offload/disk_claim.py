@@ -1,18 +1,46 @@
 """Whose directory it is: claimed by one process, refused where it cannot be used.
 
-Every letter comes before anything is written.
+Every letter comes before anything is written, and to every process, or those without one would wait
+for those that have it.
 """
 
 import fcntl
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
+import numpy as np
+from jax.experimental import multihost_utils
 
 from ..offload_policy import Nvme
 from .disk import COPIES, Disk
+
+T = TypeVar("T")
+
+
+def agreed(check: Callable[[], T]) -> T:
+    """What `check` returns, if it does so in every process; all call this.
+
+    Raises:
+      Exception: what `check` raised here.
+      OSError: it raised elsewhere.
+    """
+    error = result = None
+    try:
+        result = check()
+    except Exception as raised:
+        error = raised
+    failed = [error is not None]
+    if jax.process_count() > 1:
+        failed = multihost_utils.process_allgather(np.array(failed[0])).tolist()
+    if error is not None:
+        raise error
+    if any(failed):
+        raise OSError(f"offload: process {failed.index(True)} refused; its own letter says why.")
+    return result  # pyright: ignore[reportReturnType]
 
 
 def open_disk(policy: Nvme) -> tuple[Disk, dict[str, dict[str, Any]]]:

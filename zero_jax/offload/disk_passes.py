@@ -34,7 +34,7 @@ class Pass:
       reads, replaces: positions of inputs in memory: of those that are only read, and of those that
         are replaced.
       numbers: scalars that it needs.
-      shared: those of them that other streams need, too.
+      shared: those of them that other streams need, too, or outputs of none.
       filed: positions of outputs that are written to files; parameters without a master copy, too.
     """
 
@@ -98,7 +98,10 @@ def find_passes(
                     f"{place.tree}/{place.leaf.path}, so that it cannot pass leaf by leaf. Keep "
                     "its state on the device or the host (HostMemory)."
                 )
+    graph, written = update.graph, {w for p in passes for w in p.stream.writes}
+    rest = [name for at, name in enumerate(graph.outputs) if at not in written]
     counts = Counter(name for p in passes for name in p.numbers)
+    counts.update(graph.part(rest, scalars_of(update)).inputs)
     return [replace(p, shared=tuple(n for n in p.numbers if counts[n] > 1)) for p in passes]
 
 

@@ -4,14 +4,15 @@ When a state is laid out for `Nvme` its optimizer leaves are written to files on
 more than one of them is on the devices. How they are cut into pieces follows from the update, which
 is traced here: an optimizer that cannot pass leaf by leaf is refused before anything is written.
 
-A state that is resumed takes from the directory whatever its steps have changed: the optimizer
-state stays in its files, parameters are read from their master copies or from files of their own.
-What no step changes (a frozen parameter) is the caller's. At the start, too, parameters are made of
-their master copies.
+A state that is resumed takes from the directory whatever any of its steps has changed: the
+optimizer state stays in its files, parameters are read from their master copies or from files of
+their own. What no step has changed (a parameter frozen from the start) is the caller's. At the
+start, too, parameters are made of their master copies.
 
 Not here: the update (`disk_update`), files (`disk`, `disk_array`).
 """
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -32,7 +33,7 @@ from ..update import traced_update
 from .boxes import Boxes, ragged_box, write_box
 from .disk import Disk
 from .disk_array import DiskArray, arrive, load, looks, name_of, start_reading, write
-from .disk_claim import open_disk
+from .disk_claim import agreed, open_disk
 from .disk_passes import find_passes, piece_bytes
 from .streams import open_update
 
@@ -49,18 +50,24 @@ def settle(layout: Layout, tx: PartitionedOptimizer, make: Make) -> list[Any]:
       make: positions in the order params, opt_state, other -> these leaves at rest, on devices.
 
     Raises:
-      OSError, ValueError: the directory cannot be used (see `open_disk`), or there is nothing to
-        put into it.
+      OSError, ValueError: the directory cannot be used (see `open_disk`), there is nothing to put
+        into it, or two leaves would have the same files.
     """
     policy = layout.offload
     assert isinstance(policy, Nvme)
+    twice = [name for name, n in Counter(map(name_of, _places(layout))).items() if n > 1]
+    if twice:
+        raise ValueError(
+            f"state: two leaves are called {twice[0]}, which is their name in files; give one of "
+            "them a key without '/'."
+        )
     pieces = _pieces_of(layout, tx, policy)
     if not pieces:
         raise ValueError(
             "offload: the optimizer's state has no arrays, so that there is nothing to put into "
             "files; leave Nvme out."
         )
-    disk, found = open_disk(policy)
+    disk, found = agreed(lambda: open_disk(policy))
     try:
         contents = disk.use_complete(found)
         if contents is None:
@@ -73,7 +80,7 @@ def settle(layout: Layout, tx: PartitionedOptimizer, make: Make) -> list[Any]:
 
 def _begin(disk: Disk, layout: Layout, pieces: dict[int, Boxes], make: Make) -> list[Any]:
     places = _places(layout)
-    disk.check_room(sum(_local_bytes(places[at]) for at in pieces))
+    agreed(lambda: disk.check_room(sum(local_bytes(places[at]) for at in pieces)))
     disk.clear()
     disk.begin()
     for pack in _packs(places, pieces, disk.limit_bytes):
@@ -90,10 +97,22 @@ def _resume(
     pieces: dict[int, Boxes],
     make: Make,
 ) -> list[Any]:
+    agreed(lambda: _check_contents(disk, contents, layout, pieces))
+    return _assemble(disk, contents, layout, pieces, make)
+
+
+def _check_contents(
+    disk: Disk, contents: dict[str, Any], layout: Layout, pieces: dict[int, Boxes]
+) -> None:
     places = _places(layout)
     for at, boxes in pieces.items():
         _check_looks(disk, places[at], contents.get(name_of(places[at])), boxes)
-    return _assemble(disk, contents, layout, pieces, make)
+    unknown = contents.keys() - set(map(name_of, places))
+    if unknown:
+        raise ValueError(
+            f"offload: {disk.path} has {min(unknown)}, which this state has not. Lay the state out "
+            "with the optimizer it had, or restore a checkpoint, with existing='replace'."
+        )
 
 
 def _assemble(
@@ -104,16 +123,18 @@ def _assemble(
     leaves: list[Any] = [None] * len(places)
     for at, boxes in pieces.items():
         leaves[at] = DiskArray(disk, places[at], boxes, disk.version)
-    fresh = []
+    fresh, narrowed = [], []
     for at, place in enumerate(places):
         if name_of(place) in contents and at not in pieces:
             leaves[at] = _read_other(disk, place, contents[name_of(place)])
         elif at in masters:
-            leaves[at] = _narrowed(leaves[masters[at]], place)
+            narrowed.append(at)
         elif at not in pieces:
             fresh.append(at)
     for at, array in zip(fresh, make(fresh), strict=True):
         leaves[at] = array
+    for at in narrowed:
+        leaves[at] = _narrowed(leaves[masters[at]], places[masters[at]], places[at])
     return leaves
 
 
@@ -161,24 +182,28 @@ def _raw_key(array: jax.Array) -> jax.Array:
     return jax.random.key_data(array) if is_key else array
 
 
-def _narrowed(master: DiskArray, place: Placement) -> jax.Array:
-    """A parameter as its master copy says, piece by piece."""
-    disk, boxes = master.disk, master.boxes
+def _narrowed(master: Any, its_place: Placement, place: Placement) -> jax.Array:
+    """A parameter as its master copy says; piece by piece if that is in files."""
     shape, dtype = place.partition.rest_shape, place.leaf.dtype
+
+    def whole(x: jax.Array) -> jax.Array:
+        return pad(round_to(unpad(x, its_place), dtype).astype(dtype), place)
+
+    if not isinstance(master, DiskArray):
+        return jax.jit(whole, out_shardings=place.rest)(master)
+    disk, boxes = master.disk, master.boxes
     old = jax.jit(lambda: jnp.zeros(shape, dtype), out_shardings=place.rest)()
 
     def overwrite(old: jax.Array, piece: jax.Array, i: jax.Array, like: int) -> jax.Array:
         if boxes.count == 1:
-            piece = unpad(piece, master.placement)
+            return whole(piece)
         new = round_to(piece, dtype).astype(dtype)
-        if boxes.count == 1:
-            return pad(new, place)
         return write_box(old, new, boxes, i, place.landing, on_host=place.on_host, like=like)
 
     run = jax.jit(overwrite, donate_argnums=0, static_argnums=3, out_shardings=place.rest)
     for i in range(boxes.count):
-        reading = start_reading(disk, master.placement, boxes, i)
-        piece = arrive(disk, master.placement, boxes, i, reading)
+        reading = start_reading(disk, its_place, boxes, i)
+        piece = arrive(disk, its_place, boxes, i, reading)
         old = run(old, piece, jnp.int32(i), boxes.like(i))
     return old
 
@@ -222,7 +247,19 @@ def masters_of(layout: Layout) -> dict[int, int]:
     return {at: position[id(m)] for at, m in masters if m is not None}
 
 
-def _local_bytes(place: Placement) -> int:
+def copy_bytes(layout: Layout) -> int:
+    """Of one copy in files, for one device: optimizer state, parameters that no master copy tells.
+
+    A frozen parameter is not written, and what a hook of the user's changes is: neither is known
+    here.
+    """
+    masters = masters_of(layout)
+    params = enumerate(jax.tree.leaves(layout.params))
+    params_bytes = sum(p.bytes_per_device for at, p in params if at not in masters)
+    return params_bytes + sum(p.bytes_per_device for p in jax.tree.leaves(layout.opt_state))
+
+
+def local_bytes(place: Placement) -> int:
     """Bytes of a leaf in this process's files."""
     shape = place.partition.rest_shape
     starts = {str(i) for i in place.landing.addressable_devices_indices_map(shape).values()}

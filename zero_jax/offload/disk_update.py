@@ -36,10 +36,13 @@ class DiskUpdate:
 
     Attributes:
       passes: the streams, in order.
+      stays: outputs in memory that are their inputs, unless a stream has them.
       pieces: position of an output that is written to files -> its pieces.
     """
 
-    def __init__(self, update: Update, passes: list[Pass], compiler_options: Any = None):
+    def __init__(
+        self, update: Update, passes: list[Pass], stays: list[int], compiler_options: Any = None
+    ):
         self.update, self.passes = update, passes
         self.pieces = {
             w: p.boxes.of(update.outputs[w].place.partition.rest_shape)
@@ -51,7 +54,9 @@ class DiskUpdate:
         self._functions: dict[str, Any] = {}
         self._of_pass: dict[tuple[int, int], Any] = {}
         written = {w for p in passes for w in p.stream.writes}
-        self._resident = [at for at in range(len(update.outputs)) if at not in written]
+        self._stays = [at for at in stays if at not in written]
+        computed = set(range(len(update.outputs))) - written - set(self._stays)
+        self._resident = sorted(computed)
         self._numbers = sorted({n for p in passes for n in p.numbers})
         graph = update.graph
         wanted = [*self._numbers, *(graph.outputs[at] for at in self._resident)]
@@ -70,6 +75,8 @@ class DiskUpdate:
             parameters are donated.
         """
         results: list[Any] = [None] * len(self.update.outputs)
+        for w in self._stays:
+            results[w] = values[self._replaced(w)]
         numbers, resident = self._first([values[at] for at in self._first_reads])
         known = dict(zip(self._numbers, numbers, strict=True))
         for at, x in zip(self._resident, resident, strict=True):
@@ -118,10 +125,14 @@ class DiskUpdate:
             self._send(disk, *going.popleft())
         for p in self.passes:
             for w in p.stream.writes:
-                replaces = self.update.outputs[w].replaces
-                assert replaces is not None
-                results[w] = values[replaces]
+                results[w] = values[self._replaced(w)]
         return results
+
+    def _replaced(self, output: int) -> int:
+        """The input whose place an output takes."""
+        replaces = self.update.outputs[output].replaces
+        assert replaces is not None
+        return replaces
 
     def _turns(self) -> Iterator[tuple[int, int]]:
         return ((at, i) for at, p in enumerate(self.passes) for i in range(p.boxes.count))
@@ -227,4 +238,5 @@ def _on_piece(
 
 
 def _described(x: Any) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
+    """An array; a gradient of integers, which has no bytes, lies nowhere."""
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=getattr(x, "sharding", None))

@@ -25,6 +25,7 @@ from jax.sharding import Mesh
 
 from ..layout import Layout
 from ..mesh import data_axes
+from ..offload.disk_state import copy_bytes
 from ..offload_policy import HostMemory, Nvme
 from ..placement import Placement
 from ..reporting.schedule import transfer_seconds
@@ -149,7 +150,8 @@ def _of_files(
     more, said = policy.buffer_bytes // mine - filed_bytes, found.compiled
     said = said and replace(said, host_bytes=said.host_bytes + more)
     host_bytes = found.host_bytes + more
-    return replace(found, host_bytes=host_bytes, disk_bytes=2 * filed_bytes, compiled=said)
+    disk_bytes = 2 * copy_bytes(layout)
+    return replace(found, host_bytes=host_bytes, disk_bytes=disk_bytes, compiled=said)
 
 
 def _forecast(program: Program, topology: Topology, memory_bytes: int, compile: bool) -> Forecast:
