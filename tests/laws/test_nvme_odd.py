@@ -131,14 +131,12 @@ def test_what_later_steps_leave_alone_is_kept(tmp_path):
 
     tx, state = lay_out("refuse")
     state = train(state, make(tx=tx, after_update=average), 2, tx)
-    close(state)
     for _ in range(2):  # in this process the directory remembers; the next reads it off the mark
-        tx, state = lay_out("resume")
-        state = train(state, make(tx=tx, frozen=lambda path: path == "w"), 2, tx)
+        state = train(state, make(tx=tx, frozen=lambda path: path == "w"), 1, tx)
         left = bits(state, tx)
         close(state)
-    tx, state = lay_out("resume")
-    same_bits(bits(state, tx), left)
+        tx, state = lay_out("resume")
+        same_bits(bits(state, tx), left)
     start = create(tx.inner).params["w"]
     assert np.any(left["params"]["w"] != start) and np.any(left["ema"]["w"] != start)
 
