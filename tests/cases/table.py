@@ -131,10 +131,8 @@ CASES = {
 
 
 def programs(*names: str) -> pytest.MarkDecorator:
-    """Parametrise `name`; with `--dist loadgroup` one worker makes all runs of a program."""
-    return pytest.mark.parametrize(
-        "name", [pytest.param(name, marks=pytest.mark.xdist_group(name)) for name in names]
-    )
+    """Parametrise `name`."""
+    return pytest.mark.parametrize("name", names)
 
 
 def opened(name: str, stage: int | None, **options: Any) -> Opened:

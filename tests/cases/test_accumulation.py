@@ -5,7 +5,6 @@ import pytest
 from cases import table
 from cases.measures import bytes_on_fullest_device
 
-pytestmark = pytest.mark.xdist_group("c05")
 stages = pytest.mark.parametrize("stage", [0, 1, 2, 3])
 
 

@@ -7,8 +7,6 @@ import pytest
 from cases import table
 from cases.measures import relative_error
 
-pytestmark = pytest.mark.xdist_group("c11")
-
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_the_first_moment_is_complex_and_the_second_as_optax_makes_it(stage):

@@ -40,10 +40,7 @@ def _reference(name, rows) -> Run:
 @pytest.mark.parametrize("devices", STAGE_ON)
 @pytest.mark.parametrize(
     "name",
-    [
-        pytest.param(name, marks=pytest.mark.xdist_group(f"{name} on few devices"))
-        for name in ("c01", "c02", "c03", "c04", "c05")
-    ],
+    ("c01", "c02", "c03", "c04", "c05"),
 )
 def test_any_number_of_devices(name, devices):
     case, stage = table.CASES[name], STAGE_ON[devices]

@@ -14,7 +14,6 @@ from flax import nnx
 
 import zero_jax
 
-pytestmark = pytest.mark.xdist_group("c08 with dropout")
 PROGRAM = table.CASES["c08"].program
 ROWS, WIDTH, N = PROGRAM.B, 50, 8
 

@@ -13,10 +13,8 @@ from flax.core import FrozenDict
 import zero_jax
 
 stages = pytest.mark.parametrize("stage", [1, 2, 3])
-program = pytest.mark.xdist_group
 
 
-@program("c01")
 @stages
 def test_every_row_of_the_tied_table_trains(stage):
     """50257 rows over 8 devices: the last ones lie beside padding, and are in every batch."""
@@ -34,7 +32,6 @@ def test_every_row_of_the_tied_table_trains(stage):
     assert int(found.state["step"]) == len(found.losses)
 
 
-@program("c02")
 @stages
 def test_statistics_are_of_the_whole_batch(stage):
     """BatchNorm names no axis; slices of the batch differ in scale, so a slice's own would show."""
@@ -45,7 +42,6 @@ def test_statistics_are_of_the_whole_batch(stage):
         assert len({x.tobytes() for x in on_every_device(leaf)}) == 1
 
 
-@program("c02")
 @stages
 def test_the_average_follows_the_updated_parameters(stage):
     found, expected = run("c02", stage), reference("c02")
@@ -56,7 +52,6 @@ def test_the_average_follows_the_updated_parameters(stage):
     assert float(found.state.ema_decay) == np.float32(0.9)
 
 
-@program("c04")
 @stages
 def test_frozen_parameters_keep_their_bits(stage):
     """And have no gradient; at stage 3 they are partitioned as the others are."""
@@ -70,7 +65,6 @@ def test_frozen_parameters_keep_their_bits(stage):
     assert relative_error(found.trail[-1]["head"], found.trail[0]["head"]) > 1e-3
 
 
-@program("c05")
 @stages
 def test_parameters_change_with_every_third_microstep(stage):
     trail = run("c05", stage).trail
@@ -80,7 +74,6 @@ def test_parameters_change_with_every_third_microstep(stage):
         assert not any(same) if i % 3 == 0 else all(same)
 
 
-@program("c08")
 @stages
 def test_nnx_statistics_are_those_of_one_device(stage):
     """The mean without what the bias in front of it adds: that bias moves by rounding noise."""
@@ -97,7 +90,6 @@ def test_nnx_statistics_are_those_of_one_device(stage):
     assert all(x.sharding.is_fully_replicated for x in bn.values())
 
 
-@program("c10")
 def test_the_generators_half_step_reads_the_discriminator_and_leaves_it_alone():
     """At stage 3 it differentiates through parameters that lie in parts."""
     gan = opened("c10", 3)
@@ -114,7 +106,6 @@ def test_the_generators_half_step_reads_the_discriminator_and_leaves_it_alone():
     assert relative_error(noted, grads) <= 1e-6
 
 
-@program("c10")
 @stages
 def test_the_last_bias_of_one_element_trains(stage):
     found, expected = run("c10", stage).trail, reference("c10").trail
@@ -124,7 +115,6 @@ def test_the_last_bias_of_one_element_trains(stage):
     assert abs(moved - plain) <= 1e-4 * abs(plain)
 
 
-@program("c11")
 @stages
 def test_imaginary_parts_train(stage):
     found, expected = run("c11", stage), reference("c11")
@@ -137,7 +127,6 @@ def test_imaginary_parts_train(stage):
     assert adam.mu["phase"].dtype == np.complex64 and adam.mu["phase"].shape == ()
 
 
-@program("c12")
 @stages
 def test_a_head_without_gradient_decays_and_the_router_trains(stage):
     """Weight decay 0.1 at rate 6e-3 is all that the head gets; expert 4 gets no token either."""
@@ -151,7 +140,6 @@ def test_a_head_without_gradient_decays_and_the_router_trains(stage):
         assert relative_error(end["experts"][name][4], unused) <= 1e-6
 
 
-@program("c15")
 @stages
 def test_awkward_leaves_come_out_as_they_went_in(stage):
     found, expected = run("c15", stage), reference("c15").state
@@ -172,7 +160,6 @@ def test_awkward_leaves_come_out_as_they_went_in(stage):
         np.testing.assert_allclose(x, y, rtol=0, atol=1e-6)
 
 
-@program("c19")
 @stages
 def test_every_device_skips_the_two_steps(stage):
     """`nonfinite="pass"`: optax counts them, as the user's own step would."""

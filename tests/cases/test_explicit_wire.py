@@ -23,7 +23,6 @@ def _collectives(text: str, kind: str) -> list[list[tuple[str, tuple[int, ...]]]
     return [[(d, tuple(map(int, filter(None, s.split(","))))) for d, s in one] for one in shapes]
 
 
-@pytest.mark.xdist_group("c03")
 @pytest.mark.parametrize("stage", [2, 3])
 def test_every_big_gradient_is_reduce_scattered(stage):
     """And no all-reduce has as many as 1024 elements, all its operands together."""

@@ -16,7 +16,6 @@ from cases.measures import (
     total_bytes,
 )
 
-pytestmark = pytest.mark.xdist_group("c04")
 stages = pytest.mark.parametrize("stage", [1, 2, 3])
 
 

@@ -13,8 +13,6 @@ import zero_jax
 
 SCHEDULE = optax.warmup_cosine_decay_schedule(0.0, 4e-3, 3, 20)
 
-pytestmark = pytest.mark.xdist_group("c18")
-
 
 def _ten_steps(stage) -> Run:
     """In the executable of the table's run: a fresh state with the same optimizer."""

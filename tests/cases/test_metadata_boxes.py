@@ -16,8 +16,6 @@ DATA, MODEL = 4, 2
 KERNELS = {"Dense_1": (None, "model"), "Dense_0": ("model", None)}
 """Megatron's cut of an MLP: the first layer by columns, the second by rows."""
 
-pytestmark = pytest.mark.xdist_group("c18 in boxes")
-
 
 def _build(**options):
     kernel = nn.linear.default_kernel_init

@@ -13,7 +13,6 @@ from cases.driving import model_and_optimizer, train
 from cases.measures import change_error, loss_error, path_of
 from flax import nnx
 
-pytestmark = pytest.mark.xdist_group("c08 with dropout")
 stages = pytest.mark.parametrize("stage", [1, 2, 3])
 PROGRAM = table.CASES["c08"].program
 

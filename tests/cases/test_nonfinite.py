@@ -11,7 +11,6 @@ from cases.measures import change_error, loss_error, on_every_device
 
 import zero_jax
 
-pytestmark = pytest.mark.xdist_group("c19")
 stages = pytest.mark.parametrize("stage", [1, 2, 3])
 
 

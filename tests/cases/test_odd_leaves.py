@@ -13,7 +13,6 @@ from cases.measures import bytes_on_fullest_device, change_error, loss_error
 
 import zero_jax
 
-pytestmark = pytest.mark.xdist_group("c15")
 stages = pytest.mark.parametrize("stage", [1, 2, 3])
 
 

@@ -7,7 +7,6 @@ import functools
 
 import jax
 import numpy as np
-import pytest
 from cases import table
 from cases.explicit import opened
 from cases.explicit_run import reference, train
@@ -40,7 +39,6 @@ def test_a_program_trains_as_on_the_device(name):
     assert found.compiles[1:] == [0] * 3
 
 
-@pytest.mark.xdist_group("c01")
 def test_the_host_computes_a_padded_table():
     """A norm comes from the device, so that XLA rounds a gradient's division by it otherwise."""
     found, resident = trained("c01", HostMemory(update_on="host")), trained("c01", None)

@@ -12,7 +12,6 @@ from flax.core import FrozenDict, freeze
 
 import zero_jax
 
-pytestmark = pytest.mark.xdist_group("c02")
 stages = pytest.mark.parametrize("stage", [0, 1, 2, 3])
 
 

@@ -18,7 +18,6 @@ from cases.measures import (
 )
 from flax import nnx
 
-pytestmark = pytest.mark.xdist_group("c01")
 stages = pytest.mark.parametrize("stage", [1, 2, 3])
 
 

@@ -1,11 +1,8 @@
 """A GAN: two models, two optimizers, one step through both."""
 
 import jax
-import pytest
 from cases import table
 from cases.measures import change_error, copy
-
-pytestmark = pytest.mark.xdist_group("c10")
 
 
 def test_the_generators_half_step_reads_the_discriminator_and_leaves_it_alone():

@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 from cases import table
 
-pytestmark = pytest.mark.xdist_group("c12")
 stages = pytest.mark.parametrize("stage", [0, 1, 2, 3])
 
 

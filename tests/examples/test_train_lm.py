@@ -20,7 +20,6 @@ from lm.partitioning import layouts_by_stage
 from zero_jax import config
 
 ROOT = Path(__file__).parents[2]
-pytestmark = pytest.mark.xdist_group("train_lm")  # they share runs
 STEPS, EVAL_EVERY = 5, 2
 TINY = f"""
 [model]

@@ -29,16 +29,12 @@ LAST_BIASES = BILLION.layers * BILLION.width  # a layer's last bias: no recomput
 BF16_SUMS = zero_jax.Precision(
     params=jnp.bfloat16, compute=jnp.bfloat16, master=jnp.float32, reduce=jnp.bfloat16
 )
-# One worker compiles all for a machine (`--dist loadgroup`).
 MACHINES = {
     "h100:8": (8, HALF, F32),
     "h100:8x8": (64, BF16_SUMS, BF16),
     "v5p:2x2x2": (8, HALF, F32),
 }
-machines = pytest.mark.parametrize(
-    "machine", [pytest.param(m, marks=pytest.mark.xdist_group(f"1B {m}")) for m in MACHINES]
-)
-on_gpu = pytest.mark.xdist_group("1B h100:8")
+machines = pytest.mark.parametrize("machine", MACHINES)
 
 
 @machines
@@ -94,7 +90,6 @@ def test_of_the_blocks_alone_it_is_the_papers_3(machine):
     assert of_blocks == pytest.approx(BLOCKS * (2 * BF16 + reduce_bytes) * ring, rel=0.001)
 
 
-@on_gpu
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_the_planner_counts_the_same(stage):
     step = compile_step("h100:8", stage)
@@ -109,7 +104,6 @@ def test_the_planner_counts_the_same(stage):
     assert 0 <= step.audit.bytes_on_wire - predicted.total_bytes <= 3 * F32 * 2
 
 
-@on_gpu
 def test_parameters_are_cast_before_they_are_gathered():
     """Float32 at rest, read in bfloat16: no gather of a stage 3 step is in float32."""
     cast = zero_jax.Precision(compute=jnp.bfloat16)
@@ -163,7 +157,6 @@ def executed(layers, norms):
     return sum(c.trips for c in audit(compiled, mesh).collectives)
 
 
-@on_gpu
 def test_collectives_grow_with_layers_and_not_with_tensors():
     """A layer has 2 gathers and 1 scatter, whatever it consists of; a step has a few sums more."""
     assert executed(layers=4, norms=2) == executed(layers=4, norms=1)

@@ -24,13 +24,11 @@ pytestmark = [pytest.mark.aot, pytest.mark.slow]
 
 
 def on(*names):
-    """Parametrise `machine`; with `--dist loadgroup` one worker compiles all for a machine."""
-    marks = pytest.mark.xdist_group
-    return pytest.mark.parametrize("machine", [pytest.param(m, marks=marks(m)) for m in names])
+    """Parametrise `machine`."""
+    return pytest.mark.parametrize("machine", names)
 
 
 machines = on(*MACHINES)
-on_gpu = pytest.mark.xdist_group("h100:8")
 
 
 @cache
@@ -70,7 +68,6 @@ REST = 50257 * 768 + 1024 * 768 + 2 * 768  # embedding, positions, last norm: re
 SENT = 7 / 8 * 2  # bytes that one of 8 devices sends of a bfloat16 parameter
 
 
-@on_gpu
 def test_stage_2_sends_what_the_paper_counts():
     """A reduce-scatter and an all-gather of all parameters, to 0.2 %."""
     ours = forecast("h100:8", 2)
@@ -81,7 +78,6 @@ def test_stage_2_sends_what_the_paper_counts():
         )
 
 
-@on_gpu
 def test_stage_3_gathers_every_layer_twice_and_scatters_once():
     """What `gather_at_use` asks for: forward, and again where a layer is recomputed."""
     sent = forecast("h100:8", 3).compiled.wire_bytes_by_kind

@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.aot, pytest.mark.slow]
 EXECUTED = ("step.executor=explicit",)
 PREFETCHED = (*EXECUTED, "step.layer_loop=prefetch")
 STEPS = [
-    pytest.param(machine, stage, loop, marks=pytest.mark.xdist_group(machine), id=name)
+    pytest.param(machine, stage, loop, id=name)
     for machine, stage, loop, name in (
         ("h100:8", 2, EXECUTED, "h100-2"),
         ("h100:8", 3, EXECUTED, "h100-3"),

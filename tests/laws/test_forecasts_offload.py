@@ -11,7 +11,7 @@ import pytest
 
 from zero_jax import cli
 
-pytestmark = [pytest.mark.aot, pytest.mark.xdist_group("offload forecasts")]
+pytestmark = pytest.mark.aot
 CONFIGS = Path(__file__).parents[2] / "configs"
 GIB = 2**30
 SHAPES = {"gpt_13b_one_gpu": (62, 4096), "gpt_40b_one_gpu": (50, 8192)}

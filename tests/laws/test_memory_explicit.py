@@ -17,7 +17,6 @@ SIZES = {
     "100M": Size(layers=8, width=1024),
 }
 BF16, F32 = 2, 4
-one_billion = [pytest.mark.aot, pytest.mark.xdist_group("1B h100:8")]
 
 
 def peak_bytes(machine, stage, size):
@@ -29,8 +28,8 @@ def peak_bytes(machine, stage, size):
 @pytest.mark.parametrize(
     ("machine", "size"),
     [
-        *[pytest.param("cpu", s, marks=pytest.mark.xdist_group(n), id=n) for n, s in SIZES.items()],
-        pytest.param("h100:8", BILLION, marks=one_billion, id="1B"),
+        *[pytest.param("cpu", s, id=n) for n, s in SIZES.items()],
+        pytest.param("h100:8", BILLION, marks=pytest.mark.aot, id="1B"),
     ],
 )
 def test_a_later_stage_needs_no_more_than_an_earlier_and_a_gathered_layer(machine, size, stage):
@@ -40,7 +39,6 @@ def test_a_later_stage_needs_no_more_than_an_earlier_and_a_gathered_layer(machin
 
 
 @pytest.mark.aot
-@pytest.mark.xdist_group("1B h100:8")
 @pytest.mark.parametrize("rows", [1, 4])
 def test_temporaries_of_the_prefetching_loop(rows):
     """Stage 3 of a billion parameters on 8 H100, in bfloat16 with float32 sums of gradients."""

@@ -25,7 +25,6 @@ from zero_jax.reporting.hlo import audit
 
 pytestmark = [
     pytest.mark.aot,
-    pytest.mark.xdist_group("offload compiled"),
 ]
 CONFIGS = Path(__file__).parents[2] / "configs"
 HALF = dataclasses.replace(zero_jax.Precision.bf16(), reduce=jnp.bfloat16)

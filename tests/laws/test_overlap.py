@@ -20,7 +20,7 @@ CASES = [
 ]
 cases = pytest.mark.parametrize(
     "case",
-    [pytest.param(c, id="-".join(c), marks=pytest.mark.xdist_group("-".join(c))) for c in CASES],
+    [pytest.param(c, id="-".join(c)) for c in CASES],
 )
 
 

@@ -28,7 +28,7 @@ from zero_jax.planning.activations import TransformerShape, activation_elements,
 from zero_jax.planning.topology import compile_only_devices
 from zero_jax.remat import Remat, Saved
 
-pytestmark = [pytest.mark.aot, pytest.mark.xdist_group("paper activations")]
+pytestmark = pytest.mark.aot
 GB, ROWS, TOKENS, HIDDEN, HEADS, VOCAB = 10**9, 32, 1024, 1600, 25, 50304
 UNIT = ROWS * TOKENS * HIDDEN * 2  # bytes of a layer's input
 
