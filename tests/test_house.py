@@ -16,7 +16,8 @@ FLOORS = [
     {"stage", "mesh", "partition", "rules", "loss_scale", "precision", "memories"}
     | {"choices", "compat", "offload_policy", "remat"}
     | {"compiler_options", "reporting.tables"},
-    {"placement", "cuts", "layout", "shortfall", "collectives", "master_weights"}
+    {"placement", "typed_keys", "cuts", "layout", "shortfall", "collectives"}
+    | {"master_weights"}
     | {"offload.dataflow", "offload.boxes", "offload.grouping", "offload.streams"}
     | {"offload.on_host", "offload.disk", "offload.disk_claim", "offload.disk_array"}
     | {"offload.disk_passes", "offload.disk_update", "offload.disk_state"}
@@ -77,6 +78,8 @@ FLOORS = [
             )
         ),
     },
+    {"checkpoint." + room for room in ("arrays", "leaves", "subject", "compare", "reading")}
+    | {"checkpoint.claim", "checkpoint.handler", "checkpoint.manager"},
     {"config", "cli", "__main__"},
 ]
 DRAWERS = {"utils", "util", "helpers", "common", "base", "core", "misc"}
@@ -135,6 +138,11 @@ def test_matplotlib_in_plots_only_and_no_prints(room):
     assert ("matplotlib" in imported_packages(path)) == (room == "reporting.plots")
     calls = [n for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.Call)]
     assert not [n for n in calls if getattr(n.func, "id", None) == "print"]
+
+
+@pytest.mark.parametrize("room", rooms())
+def test_orbax_for_checkpoints_only(room):
+    assert "orbax" not in imported_packages(rooms()[room]) or room.startswith("checkpoint.")
 
 
 @pytest.mark.parametrize("room", rooms())

@@ -13,8 +13,8 @@ The rooms, from the ground up; each imports only its own floor and lower ones:
   words        stage  mesh  partition  rules  loss_scale  precision  offload_policy
                remat  compiler_options  choices  compat  memories
                reporting.tables (text only)
-  the paper    placement  cuts  layout  shortfall  collectives  master_weights  delayed
-               extended_state
+  the paper    placement  typed_keys  cuts  layout  shortfall  collectives
+               master_weights  delayed  extended_state
                optimizer  update  array_like  at_use  readings
                beyond the device: offload.dataflow  offload.boxes  offload.grouping
                                   offload.streams  offload.on_host
@@ -36,6 +36,9 @@ The rooms, from the ground up; each imports only its own floor and lower ones:
     reporting  the audit:    hlo  hlo_text  hlo_walk  flights  rings  wire  replica_groups
                              loop_trips  matmul_flops  schedule  audit_table
                for people:   plan_table  plan_words  plan_svg  page  plots  doctor_table
+  neighbours
+    checkpoint files:        arrays  leaves  subject  compare  reading
+               on Orbax:     claim  handler  manager
   roof         config  cli  __main__
 
 A training state goes through them in this order: `anatomy` takes it apart, `layout` decides where

@@ -76,6 +76,22 @@ class DiskArray:
                 "the last step returned."
             )
 
+    def pieces(self) -> Iterator[tuple[Index, np.ndarray]]:
+        """What this process's devices are the first to have: boxes of the array at rest.
+
+        Raises:
+          RuntimeError, OSError: as for `load`.
+        """
+        self.check()
+        for at, start in _first_owned(self.placement):
+            for i in range(self.boxes.count):
+                where = _where(self.placement, self.boxes, i)
+                piece = self.disk.arrived(
+                    self.disk.read(_filed(self.placement, self.boxes, at), where)
+                )
+                pairs = zip(start, where, strict=True)
+                yield tuple(slice(o + s.start, o + s.stop) for o, s in pairs), piece
+
     def load(self) -> jax.Array:
         """The leaf at rest, whole, on its devices; the host holds this process's part meanwhile.
 
@@ -175,6 +191,18 @@ def _owners(place: Placement) -> dict[str, list[Any]]:
     for device, index in place.landing.addressable_devices_indices_map(shape).items():
         owners.setdefault(_starts(index), []).append(device)
     return owners
+
+
+def _first_owned(place: Placement) -> list[tuple[str, tuple[int, ...]]]:
+    """Parts whose first device is of this process, and where they start."""
+    seen, mine = set(), []
+    shape = place.partition.rest_shape
+    for device, index in place.landing.devices_indices_map(shape).items():
+        at = _starts(index)
+        if at not in seen and device.process_index == jax.process_index():
+            mine.append((at, tuple(s.start or 0 for s in index)))
+        seen.add(at)
+    return mine
 
 
 def _starts(index: Index | None) -> str:

@@ -25,10 +25,11 @@ from ..delayed import Pending, no_gradient
 from ..extended_state import split_scale
 from ..layout import Layout
 from ..master_weights import MasterWeights, master_leaves
-from ..offload_policy import Nvme
+from ..offload_policy import Existing, Nvme
 from ..optimizer import PartitionedOptimizer
 from ..placement import Placement
 from ..precision import round_to
+from ..typed_keys import bits_of, of_bits, place_of_bits
 from ..update import traced_update
 from .boxes import Boxes, ragged_box, write_box
 from .disk import Disk
@@ -41,13 +42,16 @@ Tree = Any
 Make = Callable[[list[int]], list[jax.Array]]
 
 
-def settle(layout: Layout, tx: PartitionedOptimizer, make: Make) -> list[Any]:
+def settle(
+    layout: Layout, tx: PartitionedOptimizer, make: Make, existing: Existing | None = None
+) -> list[Any]:
     """Every leaf of a state in its place, on the devices or in files.
 
     Args:
       layout: of the state; its policy is an `Nvme`.
       tx: the wrapped optimizer.
       make: positions in the order params, opt_state, other -> these leaves at rest, on devices.
+      existing: in place of the policy's.
 
     Raises:
       OSError, ValueError: the directory cannot be used (see `open_disk`), there is nothing to put
@@ -55,6 +59,7 @@ def settle(layout: Layout, tx: PartitionedOptimizer, make: Make) -> list[Any]:
     """
     policy = layout.offload
     assert isinstance(policy, Nvme)
+    policy = policy if existing is None else replace(policy, existing=existing)
     twice = [name for name, n in Counter(map(name_of, _places(layout))).items() if n > 1]
     if twice:
         raise ValueError(
@@ -149,7 +154,7 @@ def _check_looks(disk: Disk, place: Placement, look: Any, boxes: Boxes) -> None:
 
 def write_other(disk: Disk, place: Placement, array: jax.Array) -> None:
     """Write a leaf that lies on the devices, so that the state in the directory is whole."""
-    place, array = _raw(place), _raw_key(array)
+    place, array = place_of_bits(place), bits_of(array)
     shape = place.partition.rest_shape
     stays = [entry is not None for entry in (*place.landing.spec, *[None] * len(shape))]
     most_bytes = piece_bytes(disk.limit_bytes, place.mesh)
@@ -158,28 +163,10 @@ def write_other(disk: Disk, place: Placement, array: jax.Array) -> None:
 
 
 def _read_other(disk: Disk, place: Placement, look: dict[str, Any]) -> jax.Array:
-    raw = _raw(place)
-    boxes = Boxes(raw.partition.rest_shape, tuple(look["piece"]))
-    _check_looks(disk, raw, look, boxes)
-    array = load(disk, raw, boxes)
-    if raw is not place:
-        array = jax.random.wrap_key_data(array, impl=place.leaf.dtype._impl.name)  # pyright: ignore
-    return jax.device_put(array, place.rest)
-
-
-def _raw(place: Placement) -> Placement:
-    """The placement of a leaf's bytes: those of typed keys are integers."""
-    if not jnp.issubdtype(place.leaf.dtype, jax.dtypes.prng_key):
-        return place
-    key = jax.ShapeDtypeStruct(place.leaf.shape, place.leaf.dtype)
-    data = jax.eval_shape(jax.random.key_data, key)
-    leaf = replace(place.leaf, shape=data.shape, dtype=data.dtype)
-    return replace(place, leaf=leaf, partition=replace(place.partition, rest_shape=data.shape))
-
-
-def _raw_key(array: jax.Array) -> jax.Array:
-    is_key = jnp.issubdtype(array.dtype, jax.dtypes.prng_key)
-    return jax.random.key_data(array) if is_key else array
+    bits = place_of_bits(place)
+    boxes = Boxes(bits.partition.rest_shape, tuple(look["piece"]))
+    _check_looks(disk, bits, look, boxes)
+    return jax.device_put(of_bits(load(disk, bits, boxes), place.leaf), place.rest)
 
 
 def _narrowed(master: Any, its_place: Placement, place: Placement) -> jax.Array:
