@@ -2,10 +2,12 @@
 
     python examples/train_lm.py configs/lm_tiny.toml
     python examples/train_lm.py configs/lm_tiny.toml --stage 3 --steps 100 --set optimizer.name=lion
+    python examples/train_lm.py configs/lm_tiny.toml --stage 1 --resume runs/lm_tiny-001
 
-All that ZeRO asks of a training script is here to see: `init_train_state` around the function that
-creates the state, `shard_batch` around each batch, and a step (`lm/step.py`): the ordinary one, or
-with `--set step.executor=explicit` the library's, which writes its collectives out.
+All that ZeRO asks of a training script is here to see: a `Checkpointer`, which makes the state by
+the function that creates it or goes on from the last checkpoint, at whatever stage; `shard_batch`
+around each batch; and a step (`lm/step.py`): the ordinary one, or with
+`--set step.executor=explicit` the library's, which writes its collectives out.
 
 Without an accelerator, 8 virtual CPU devices stand in for real ones.
 """
@@ -30,6 +32,7 @@ from lm.schema import LanguageModelRun
 from lm.step import ExplicitStep, Step, make_step
 
 import zero_jax
+from zero_jax.checkpoint import Checkpointer
 
 
 def make_create(cfg: LanguageModelRun, model: GPT) -> Callable[[jax.Array], TrainState]:
@@ -52,7 +55,11 @@ def main(arguments: Arguments) -> None:
     model = GPT(cfg.model)
     create = make_create(cfg, model)
 
-    state = zero_jax.init_train_state(create, jax.random.key(cfg.run.seed), **zero_options(cfg))
+    run = Run(arguments.config.stem, cfg)
+    checkpointer = Checkpointer(run.folder / "checkpoints", **vars(cfg.checkpoint))
+    state, start, _ = checkpointer.restore_or_init(
+        create, jax.random.key(cfg.run.seed), **zero_options(cfg)
+    )
     tx = state.tx
 
     def apply(params, tokens: jax.Array):
@@ -64,8 +71,8 @@ def main(arguments: Arguments) -> None:
         train_step = jax.jit(train_step, donate_argnums=0)
     validation_loss = make_validation(apply, corpus, cfg.run.eval_batches)
 
-    with Run(arguments.config.stem, cfg, zero_jax.layout_of(state)) as run:
-        for step in range(1, cfg.run.steps + 1):
+    with checkpointer, run.begin(zero_jax.layout_of(state), start):
+        for step in range(start + 1, cfg.run.steps + 1):
             started = time.perf_counter()
             batch = zero_jax.shard_batch(corpus.train[step - 1], state)
             state, loss = train_step(state, batch)
@@ -74,6 +81,9 @@ def main(arguments: Arguments) -> None:
             loss, seconds = float(loss), time.perf_counter() - started
             due = step % cfg.run.eval_every == 0 or step == cfg.run.steps
             run.log(step, loss, seconds, validation_loss(state.params, state) if due else None)
+            extras = {"config": run.config}
+            checkpointer.save(step, state, extras, force=step == cfg.run.steps)
+            checkpointer.exit_if_preempted(step, state, extras)
 
         state, moved = _update_traffic(state, train_step, cfg)
         run.say_moved(moved)

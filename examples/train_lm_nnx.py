@@ -24,6 +24,7 @@ from lm.sampling import continue_text
 from lm.schema import LanguageModelRun
 
 import zero_jax
+from zero_jax.checkpoint import Checkpointer
 
 
 def loss_fn(model: GPT, batch: Batch) -> jax.Array:
@@ -63,7 +64,11 @@ def main(arguments: Arguments) -> None:
         model = GPT(cfg.model, nnx.Rngs(key), prefetch=cfg.step.layer_loop == "prefetch")
         return model, nnx.Optimizer(model, tx, wrt=nnx.Param)
 
-    state = zero_jax.init_train_state(create, jax.random.key(cfg.run.seed), **zero_options(cfg))
+    run = Run(arguments.config.stem, cfg)
+    checkpointer = Checkpointer(run.folder / "checkpoints", **vars(cfg.checkpoint))
+    state, start, _ = checkpointer.restore_or_init(
+        create, jax.random.key(cfg.run.seed), **zero_options(cfg)
+    )
     train_step = make_step(cfg)
     graph, wrapped = nnx.graphdef(state[0]), state[1].tx
 
@@ -75,8 +80,8 @@ def main(arguments: Arguments) -> None:
 
     validation_loss = make_validation(apply, corpus, cfg.run.eval_batches)
 
-    with Run(arguments.config.stem, cfg, zero_jax.layout_of(state)) as run:
-        for step in range(1, cfg.run.steps + 1):
+    with checkpointer, run.begin(zero_jax.layout_of(state), start):
+        for step in range(start + 1, cfg.run.steps + 1):
             started = time.perf_counter()
             batch = zero_jax.shard_batch(corpus.train[step - 1], state)
             # float() waits for the step; see train_lm.py.
@@ -84,6 +89,9 @@ def main(arguments: Arguments) -> None:
             seconds = time.perf_counter() - started
             due = step % cfg.run.eval_every == 0 or step == cfg.run.steps
             run.log(step, loss, seconds, validation_loss(arrays(), state) if due else None)
+            extras = {"config": run.config}
+            checkpointer.save(step, state, extras, force=step == cfg.run.steps)
+            checkpointer.exit_if_preempted(step, state, extras)
 
     prompt = corpus.validation_prompt
     text = continue_text(apply, arrays(), prompt, cfg.run)

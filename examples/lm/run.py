@@ -7,6 +7,7 @@ A run folder holds
   metrics.csv            a line for each step; the validation loss where one was taken
   events.out.tfevents.*  the same for TensorBoard
   loss.png               training and validation loss
+  checkpoints/           the training state every so many steps
   bytes_by_stage.png     what a device holds of this very model at stages 0 to 3
 """
 
@@ -39,28 +40,40 @@ class Run:
       folder: where everything is written.
     """
 
-    def __init__(self, name: str, cfg: LanguageModelRun, layout: zero_jax.Layout):
-        """Create the folder; write the configuration and the layout.
+    def __init__(self, name: str, cfg: LanguageModelRun):
+        """Create the folder; write the configuration.
 
         Args:
           name: of the run; without `run.folder` the folder is `runs/NAME-NUMBER`.
           cfg: the effective configuration.
-          layout: of the training state.
         """
         self.folder = _create_folder(name, cfg.run.folder)
-        (self.folder / "config.toml").write_text(config.to_toml(cfg), encoding="utf-8")
-        (self.folder / "layout.txt").write_text(f"{layout}\n", encoding="utf-8")
+        self.config = config.to_toml(cfg)
+        (self.folder / "config.toml").write_text(self.config, encoding="utf-8")
         self._steps = cfg.run.steps
         self._tokens = cfg.data.batch_size * cfg.model.sequence_length
+        self._console = Console()
+
+    def begin(self, layout: zero_jax.Layout, start: int) -> "Run":
+        """Write the layout; keep what the run has recorded of its first `start` steps.
+
+        Args:
+          layout: of the training state.
+          start: steps that it has seen.
+        """
+        (self.folder / "layout.txt").write_text(f"{layout}\n", encoding="utf-8")
         held = layout.bytes_per_device
         self._memory = bytes_text(sum(held.values()) - held["grads"])
-        self._rows: list[dict[str, float]] = []
-        self._console = Console()
+        self._start, self._rows = start, _recorded(self.folder / "metrics.csv", start)
+        if start:
+            self.say(f"going on after {start} steps")
+        return self
 
     def __enter__(self) -> "Run":
         self._file = (self.folder / "metrics.csv").open("w", newline="", encoding="utf-8")
         self._csv = csv.DictWriter(self._file, COLUMNS)
         self._csv.writeheader()
+        self._csv.writerows(self._rows)
         self._board = tensorboardX.SummaryWriter(str(self.folder))
         self._bar = progress.Progress(
             progress.BarColumn(bar_width=20),
@@ -70,7 +83,7 @@ class Run:
             console=self._console,
         )
         self._bar.start()
-        self._task = self._bar.add_task("compiling", total=self._steps)
+        self._task = self._bar.add_task("compiling", total=self._steps, completed=self._start)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -138,7 +151,7 @@ class Run:
             text = Text(_readable(prompt), style="dim") + Text(_readable(continuation))
             self._console.print(Panel(text, title="sampled continuation", title_align="left"))
         seconds = sum(row["seconds"] for row in self._rows)
-        later = self._rows[1:] or self._rows  # the first step compiles
+        later = self._rows[self._start + 1 :] or self._rows  # the first step compiles
         speed = self._tokens * len(later) / sum(row["seconds"] for row in later)
         self.say(
             f"validation loss {self._rows[-1]['val_loss']:.3f} {UNIT} after {self._steps} steps; "
@@ -159,6 +172,15 @@ def _create_folder(name: str, folder: str | None) -> Path:
         except FileExistsError:  # an earlier run's, or that of one which runs beside this
             continue
         return path
+
+
+def _recorded(file: Path, start: int) -> list[dict[str, float]]:
+    """Rows of the first steps of a run that goes on."""
+    if not start:
+        return []
+    with file.open(newline="", encoding="utf-8") as rows:
+        read = [{k: float(v) for k, v in row.items() if v} for row in csv.DictReader(rows)]
+    return [row | {"step": int(row["step"])} for row in read if row["step"] <= start]
 
 
 def _readable(text: bytes) -> str:

@@ -177,6 +177,22 @@ class Offload:
 
 
 @dataclass(frozen=True)
+class Checkpoint:
+    """Checkpoints, in the folder `checkpoints` of the run; one more follows the last step.
+
+    Attributes:
+      every: steps between two.
+      keep: how many of the last ones stay.
+    """
+
+    every: int = 100
+    keep: int = 2
+
+    def __post_init__(self) -> None:
+        _at_least(self, every=1, keep=1)
+
+
+@dataclass(frozen=True)
 class Run:
     """How long, how often, and where to.
 
@@ -218,6 +234,7 @@ class LanguageModelRun:
     step: Step = Step()
     zero: Zero = Zero()
     offload: Offload = Offload()
+    checkpoint: Checkpoint = Checkpoint()
     run: Run = Run()
 
     def __post_init__(self) -> None:

@@ -18,6 +18,7 @@ from lm.model import GPT
 from lm.partitioning import layouts_by_stage
 
 from zero_jax import config
+from zero_jax.checkpoint import PREEMPTED, Checkpointer
 
 ROOT = Path(__file__).parents[2]
 STEPS, EVAL_EVERY = 5, 2
@@ -197,6 +198,29 @@ def test_a_run_leaves_its_folder(folders):
         assert f"stage {stage}" in (folder / "layout.txt").read_text()
         cfg = config.load(schema.LanguageModelRun, folder / "config.toml")
         assert cfg.zero.stage == stage and cfg.run.steps == STEPS
+
+
+@pytest.mark.parametrize("example", [train_lm, train_lm_nnx], ids=["linen", "nnx"])
+def test_a_run_that_is_ended_goes_on_at_another_stage(example, tiny, own_losses, tmp_path):
+    """Told to end after step 3, it saves and exits; the losses are those of a run left alone."""
+    expected, folder = own_losses(example), tmp_path / "run"
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(SystemExit) as end:
+        patch.setattr(Checkpointer, "preempted", lambda self, step: step == 3)
+        quick_losses(example, tiny, 2, (), folder)
+    assert end.value.code == PREEMPTED
+    quick = ["data.batch_size=16", "run.eval_batches=1", "run.sample_bytes=0"]
+    with jax.numpy_dtype_promotion("standard"):
+        example.main(Arguments(tiny, stage=3, set=quick, resume=folder))
+    rows = metrics(folder)
+    assert [int(row["step"]) for row in rows] == list(range(1, STEPS + 1))
+    losses = [float(row["loss"]) for row in rows]
+    assert losses == pytest.approx(expected[:STEPS], abs=1e-5 * expected[0])
+    assert max(int(d.name) for d in (folder / "checkpoints").glob("[0-9]*")) == STEPS
+
+
+def test_there_must_be_a_checkpoint_to_resume(tiny, tmp_path):
+    with pytest.raises(SystemExit, match="--resume .*: there is no checkpoint in it"):
+        Arguments(tiny, resume=tmp_path).load()
 
 
 def test_a_folder_that_holds_a_run_is_not_written_over(folders, tiny):

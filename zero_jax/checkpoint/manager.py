@@ -233,8 +233,14 @@ class Checkpointer:
         """
         self._said(self._manager.wait_until_finished)
 
+    def __enter__(self) -> "Checkpointer":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
     def close(self) -> None:
-        """Wait, and give the folder free."""
+        """Wait, and give the folder free; a `with` block does so at its end."""
         try:
             self.wait()
         finally:
