@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import flax
+import grain
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -76,6 +77,36 @@ def test_extras_versions_and_the_layout_are_there(checkpointer):
     checkpointer.wait()
     run = json.loads((checkpointer.folder / "1" / "run" / "metadata").read_text())
     assert run["versions"]["jax"] == jax.__version__ and "ZeRO stage 2" in run["layout"]
+
+
+def test_the_place_of_a_data_iterator(checkpointer):
+    """Grain's, in its own format; a save for one that is not given is not asked for."""
+
+    def iterate():
+        return iter(grain.MapDataset.range(100).shuffle(seed=3).to_iter_dataset())
+
+    rows, state = iterate(), lay_out()
+    for _ in range(7):
+        next(rows)
+    checkpointer.save(7, state, data=rows)
+    expected = [next(rows) for _ in range(3)]
+    fresh = iterate()
+    checkpointer.restore(lay_out(), data=fresh)
+    assert [next(fresh) for _ in range(3)] == expected
+
+
+def test_precision_is_that_of_the_state(checkpointer):
+    """Moments in bf16 stay so, and are not read into others without a word."""
+    tx = optax.adamw(1e-2, mu_dtype=jnp.bfloat16)
+    state, _ = subject.train_sharded(lay_out(tx=tx, offload=zero_jax.HostMemory()), 2)
+    checkpointer.save(2, state)
+    again = checkpointer.restore(lay_out(2, 3, tx)).state
+    assert {x.dtype for x in jax.tree.leaves(again.opt_state[0].mu)} == {np.dtype(jnp.bfloat16)}
+    assert {x.dtype for x in jax.tree.leaves(again.opt_state[0].nu)} == {np.dtype(np.float32)}
+    with pytest.raises(
+        ValueError, match="mu/Dense_0/bias is bfloat16.*expected float32"
+    ):
+        checkpointer.restore(lay_out())
 
 
 def test_what_is_donated_after_a_save_does_not_reach_the_file(checkpointer):
