@@ -1,7 +1,9 @@
 """Checkpoints: what is saved, what comes back, what is refused, and files that are damaged."""
 
+import gc
 import json
 import os
+import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -103,9 +105,7 @@ def test_precision_is_that_of_the_state(checkpointer):
     again = checkpointer.restore(lay_out(2, 3, tx)).state
     assert {x.dtype for x in jax.tree.leaves(again.opt_state[0].mu)} == {np.dtype(jnp.bfloat16)}
     assert {x.dtype for x in jax.tree.leaves(again.opt_state[0].nu)} == {np.dtype(np.float32)}
-    with pytest.raises(
-        ValueError, match="mu/Dense_0/bias is bfloat16.*expected float32"
-    ):
+    with pytest.raises(ValueError, match="mu/Dense_0/bias is bfloat16.*expected float32"):
         checkpointer.restore(lay_out())
 
 
@@ -312,6 +312,49 @@ def test_a_damaged_checkpoint_is_passed_over(damage, checkpointer):
     same(bits(restored.state), left)
     assert checkpointer.save(2, state)  # in its place
     assert checkpointer.restore(lay_out(2, 1)).step == 2
+
+
+def test_a_full_disk_loses_nothing(checkpointer):
+    """A write that the system refuses: the last checkpoint is there, the state trains on."""
+    state = lay_out(4, 3)
+    checkpointer.save(1, state)
+    checkpointer.wait()
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (2000, hard))
+        with pytest.raises(OSError, match="could not be written: .*that of step 1 is complete"):
+            checkpointer.save(2, state)
+            checkpointer.wait()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert checkpointer.latest() == 1
+    assert checkpointer.restore(lay_out(2, 1)).step == 1
+    state, _ = subject.train_sharded(state, 2)
+    left = bits(state)
+    assert checkpointer.save(2, state)
+    restored = checkpointer.restore(lay_out(2, 1))
+    assert restored.step == 2
+    same(bits(restored.state), left)
+
+
+@pytest.mark.slow
+def test_two_hundred_steps_with_saves(tmp_path):
+    """One compile, and no array or memory that is left behind."""
+    state, step = lay_out(4, 3), subject.jit_step(donate_argnums=0)
+    found = []
+    with Checkpointer(tmp_path, every=5, keep=2) as checkpointer:
+        for i in range(200):
+            state, value = step(state, zero_jax.shard_batch(subject.batch(i), state))
+            float(value)
+            checkpointer.save(i + 1, state)
+            if i + 1 in (50, 200):
+                checkpointer.wait()
+                gc.collect()
+                resident = int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+                found.append((len(jax.live_arrays()), resident))
+    assert step._cache_size() == 1
+    (arrays, before), (arrays_after, after) = found
+    assert arrays_after <= arrays and after - before < 50e6
 
 
 def test_a_folder_has_one_run(tmp_path):

@@ -24,7 +24,7 @@ import sys
 from collections.abc import Callable, Collection
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import jax
 import orbax.checkpoint as ocp
@@ -282,15 +282,14 @@ class Checkpointer:
         try:
             return function()
         except (OSError, ValueError, RuntimeError) as error:
-            _fail(self.folder, self.latest(), error)
-
-
-def _fail(folder: epath.Path, last: int | None, error: Exception) -> NoReturn:
-    there = "no checkpoint is there" if last is None else f"that of step {last} is complete"
-    raise OSError(
-        f"checkpoint: one in {folder} could not be written: {error}; {there}, and the state that "
-        "is being trained is as it was. Make room, and save again."
-    ) from error
+            self._manager.reload()
+            self._saved.intersection_update(self._manager.all_steps())
+            last = self.latest()
+            there = "no checkpoint is there" if last is None else f"that of step {last} is complete"
+            raise OSError(
+                f"checkpoint: one in {self.folder} could not be written: {error}; {there}, and the "
+                "state that is being trained is as it was. Make room, and save again."
+            ) from error
 
 
 def _check_json(extras: dict[str, Any]) -> None:
