@@ -79,7 +79,8 @@ FLOORS = [
         ),
     },
     {"checkpoint." + room for room in ("arrays", "leaves", "subject", "compare", "reading")}
-    | {"checkpoint.claim", "checkpoint.handler", "checkpoint.manager"},
+    | {"checkpoint.claim", "checkpoint.handler", "checkpoint.manager", "checkpoint.opened"}
+    | {"checkpoint.difference", "checkpoint.safetensors", "reporting.checkpoint_table"},
     {"config", "cli", "__main__"},
 ]
 DRAWERS = {"utils", "util", "helpers", "common", "base", "core", "misc"}

@@ -39,6 +39,7 @@ The rooms, from the ground up; each imports only its own floor and lower ones:
   neighbours
     checkpoint files:        arrays  leaves  subject  compare  reading
                on Orbax:     claim  handler  manager
+               by itself:    opened  difference  safetensors  reporting.checkpoint_table
   roof         config  cli  __main__
 
 A training state goes through them in this order: `anatomy` takes it apart, `layout` decides where

@@ -1,7 +1,8 @@
-"""The command line: `zero-jax plan` and `zero-jax doctor`.
+"""The command line: `zero-jax plan`, `doctor`, and `inspect`, `diff`, `export` of checkpoints.
 
-Both only read. What they print is made elsewhere (`planning`, `reporting`); here are the words of
-the command line, and that a mistake ends in a letter and not in a traceback.
+All but the last only read. What they print is made elsewhere (`planning`, `checkpoint`,
+`reporting`); here are the words of the command line, and that a mistake ends in a letter and not in
+a traceback.
 """
 
 import os
@@ -24,9 +25,11 @@ from .planning.hardware import memory_size
 from .planning.memory import whole_number
 from .planning.program import find_builder
 from .planning.topology import parse_topology
+from .reporting.checkpoint_table import diff_table, inspect_table
 from .reporting.doctor_table import doctor_table
 from .reporting.page import plan_page
 from .reporting.plan_table import plan_json, plan_table
+from .reporting.tables import bytes_text
 
 _EXAMPLES = """\
 examples:
@@ -34,6 +37,8 @@ examples:
   zero-jax plan configs/gpt_175b.toml --topology a100-80:64x8 --compile --html plan.html
   zero-jax plan configs/gpt_13b.toml --topology a100-40:16x8 --memory 32GB --set data.batch_size=128
   zero-jax doctor
+  zero-jax inspect runs/lm_tiny-001/checkpoints
+  zero-jax export runs/lm_tiny-001/checkpoints model.safetensors --dtype bfloat16
   zero-jax --tyro-print-completion bash        # a completion script, also for zsh and tcsh
 
 An error is a sentence; with ZERO_JAX_TRACEBACK=1 it is a traceback.
@@ -44,7 +49,13 @@ def main(arguments: list[str] | None = None) -> None:
     """Run the command line; exits with 1 and a letter where something cannot be done."""
     if os.environ.get("TF_CPP_MIN_LOG_LEVEL", "1") == "1":  # which is what importing JAX sets
         os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"  # what XLA logs is repeated in what it raises
-    commands: dict[str, Callable[..., Any]] = {"plan": plan, "doctor": doctor}
+    commands: dict[str, Callable[..., Any]] = {
+        "plan": plan,
+        "doctor": doctor,
+        "inspect": inspect,
+        "diff": diff,
+        "export": export,
+    }
     try:
         with _warnings_as_notes():
             tyro.extras.subcommand_cli_from_dict(
@@ -122,6 +133,67 @@ def doctor(cpu_devices: int = 8) -> None:
         jax.config.update("jax_platforms", os.environ.get("JAX_PLATFORMS", "cpu"))
         jax.config.update("jax_num_cpu_devices", whole_number("cpu_devices", cpu_devices))
     Console().print(doctor_table(examination.examine()))
+
+
+def inspect(folder: tyro.conf.Positional[Path], /, step: int | None = None) -> None:
+    """Say what a checkpoint has: every leaf, sums, configuration, versions.
+
+    Args:
+      folder: Folder of checkpoints.
+      step: Which; by default the last.
+    """
+    from .checkpoint.opened import open_checkpoint  # Orbax, which takes its time
+
+    Console().print(inspect_table(open_checkpoint(folder, step)))
+
+
+def diff(
+    a: tyro.conf.Positional[Path],
+    b: tyro.conf.Positional[Path],
+    /,
+    step_a: int | None = None,
+    step_b: int | None = None,
+) -> None:
+    """Compare two checkpoints leaf by leaf; exits with 0 if all bits are the same, else with 1.
+
+    Args:
+      a: Folder of checkpoints.
+      b: Another, or the same one.
+      step_a: Which of the first; by default the last.
+      step_b: Which of the second.
+    """
+    from .checkpoint.difference import differences
+    from .checkpoint.opened import open_checkpoint
+
+    found = [*differences(open_checkpoint(a, step_a), open_checkpoint(b, step_b))]
+    Console().print(diff_table(found))
+    if any(d.what for d in found):
+        raise SystemExit(1)
+
+
+def export(
+    folder: tyro.conf.Positional[Path],
+    target: tyro.conf.Positional[Path],
+    /,
+    step: int | None = None,
+    dtype: str | None = None,
+    sharded: str | None = None,
+) -> None:
+    """Write the parameters of a checkpoint as safetensors, master copies where there are any.
+
+    Args:
+      folder: Folder of checkpoints.
+      target: File to write.
+      step: Which checkpoint; by default the last.
+      dtype: Of real parameters, such as bfloat16; by default as they are.
+      sharded: Size of one file, such as 5GB; several are written then, and an index.
+    """
+    from .checkpoint.opened import open_checkpoint
+    from .checkpoint.safetensors import export as write
+
+    most_bytes = None if sharded is None else memory_size(sharded)
+    for file in write(open_checkpoint(folder, step), target, dtype, most_bytes):
+        Console().print(Text(f"{file}: {bytes_text(file.stat().st_size)}"))
 
 
 def _write_pictures(made: Plan, plot: Path | None, html: Path | None) -> None:

@@ -28,7 +28,7 @@ from ..offload.disk_array import DiskArray
 from ..placement import Placement
 from ..residence import place as put
 from ..typed_keys import bits_of, implementation, is_key, of_bits, place_of_bits
-from .arrays import Arrays, Begin, Filed, Where, chunk_of, clipped, in_turns, is_empty
+from .arrays import Begin, Filed, Where, chunk_of, clipped, in_turns, is_empty
 
 _WRAPPERS = ((LossScaled, "loss_scale"), (Delayed, "pending"), (MasterWeights, "master"))
 
@@ -115,13 +115,11 @@ def _parts_in_files(name: str, filed: Filed, array: DiskArray) -> Iterator[Part]
             yield Part(name, filed, chunk, box, values[inside])
 
 
-def read_leaves(
-    arrays: Arrays, wanted: Sequence[tuple[str, Filed, Placement]]
-) -> Iterator[jax.Array]:
+def read_leaves(arrays: Any, wanted: Sequence[tuple[str, Filed, Placement]]) -> Iterator[jax.Array]:
     """Leaves at rest, in the dtype of their placement; each process reads what it needs.
 
     Args:
-      arrays: of the checkpoint.
+      arrays: the `Arrays` of a checkpoint, or what opens and reads as they do.
       wanted: the name of each there, how it looks there, where it goes.
 
     Raises:
@@ -146,7 +144,7 @@ def read_leaves(
         yield of_bits(array, place.leaf)
 
 
-def _pieces(arrays: Arrays, laid: Sequence[tuple[Any, ...]]) -> Iterator[tuple[int, Begin]]:
+def _pieces(arrays: Any, laid: Sequence[tuple[Any, ...]]) -> Iterator[tuple[int, Begin]]:
     """Bytes of every box that is to be read, and what begins it."""
     for name, filed, place, owners in laid:
         for index, _ in owners:
@@ -155,7 +153,7 @@ def _pieces(arrays: Arrays, laid: Sequence[tuple[Any, ...]]) -> Iterator[tuple[i
             yield size, partial(_begin, arrays, name, filed, where)
 
 
-def _begin(arrays: Arrays, name: str, filed: Filed, where: Where) -> Any:
+def _begin(arrays: Any, name: str, filed: Filed, where: Where) -> Any:
     if not is_empty(where):
         return arrays.read(name, where)
     nothing: Future[np.ndarray] = Future()  # padding alone, or an array without elements

@@ -32,7 +32,7 @@ from etils import epath
 
 from ..shortfall import warn
 from ..train_state import init_train_state
-from .arrays import DamagedError, Filed
+from .arrays import Arrays, DamagedError, Filed, read_index
 from .claim import Claim, Preemption
 from .handler import ReadArrays, SaveArrays
 from .leaves import parts_of
@@ -260,7 +260,7 @@ class Checkpointer:
 
         def read() -> tuple[Any, dict[str, Any]]:
             run = read_json(self.folder / str(step) / "run" / "metadata")
-            return read_state(item, like, tx, partial), run
+            return read_state(item(read_index), lambda: item(Arrays), like, tx, partial), run
 
         state, run = whole_everywhere(read)
         if data is not None:

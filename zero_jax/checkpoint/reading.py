@@ -4,8 +4,8 @@ Names, shapes and dtypes are compared before any array is read and before any co
 """
 
 import json
-from collections.abc import Callable, Collection
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Callable, Collection, Iterable
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import jax
 import numpy as np
@@ -13,7 +13,7 @@ from etils import epath
 from jax.experimental import multihost_utils
 
 from ..placement import Placement
-from .arrays import Arrays, DamagedError, Filed, read_index
+from .arrays import DamagedError, Filed, Where
 from .compare import check_same, sources
 from .leaves import read_leaves
 from .subject import Subject, for_each, subjects_of
@@ -33,7 +33,6 @@ class Restored(NamedTuple):
     extras: dict[str, Any]
 
 
-Item = Callable[[Callable[[epath.Path], Any]], Any]
 T = TypeVar("T")
 
 
@@ -68,33 +67,52 @@ def read_json(file: epath.Path) -> dict[str, Any]:
         raise DamagedError(f"{file}: {error}") from error
 
 
-def read_state(item: Item, like: Any, tx: Any, partial: Collection[str] | None) -> Any:
+class Source(Protocol):
+    """What arrays are read from: `Arrays`, or files of another format."""
+
+    def open(self, names: Iterable[str]) -> None:
+        """Arrays that are going to be read."""
+
+    def read(self, name: str, where: Where) -> Any:
+        """Start to read a box; its `result()` has the values."""
+
+
+def read_state(
+    index: dict[str, Filed],
+    source: Callable[[], Source],
+    like: Any,
+    tx: Any,
+    partial: Collection[str] | None,
+) -> Any:
     """The state, laid out as `like` is.
 
     Args:
-      item: gives a function the folder of the arrays, and returns its result.
+      index: name of a leaf -> how it looks in the files.
+      source: opens them.
       like, tx, partial: as for `Checkpointer.restore`.
 
     Raises:
-      ValueError: the checkpoint is of another model or optimizer.
-      DamagedError: its files are not those that were written.
+      ValueError: the files are of another model or optimizer.
+      DamagedError: they are not those that were written.
     """
-    there: dict[str, Filed] = item(read_index)
     for subject in subjects_of(like, tx):
-        check_same(there, subject, partial)
-    return for_each(like, tx, lambda subject: _made(item, there, subject, partial))
+        check_same(index, subject, partial)
+    return for_each(like, tx, lambda subject: _made(index, source, subject, partial))
 
 
 def _made(
-    item: Item, there: dict[str, Filed], subject: Subject, partial: Collection[str] | None
+    index: dict[str, Filed],
+    source: Callable[[], Source],
+    subject: Subject,
+    partial: Collection[str] | None,
 ) -> Any:
     kept = dict(zip(subject.names, subject.leaves, strict=True))
-    found = sources(there, subject, partial)
+    found = sources(index, subject, partial)
 
     def make(names: list[str], places: list[Placement]) -> list[Any]:
         pairs = [(n, p) for n, p in zip(names, places, strict=True) if n in found]
-        wanted = [(found[name], there[found[name]], place) for name, place in pairs]
-        reading = item(lambda folder: read_leaves(Arrays(folder), wanted))
+        wanted = [(found[name], index[found[name]], place) for name, place in pairs]
+        reading = read_leaves(source(), wanted)
         return [next(reading) if name in found else kept[name] for name in names]
 
     return subject.made(make)
