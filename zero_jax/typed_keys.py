@@ -1,4 +1,4 @@
-"""Typed PRNG keys as the bits they are, for what stores arrays.
+"""Typed PRNG keys as the bits they are, for what stores arrays; other dtypes that files have not.
 
 A key array of shape S has a dtype that no file format knows; its bits are an array of uint32 whose
 shape is S and one dim more.
@@ -9,6 +9,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+import tensorstore
 
 from .placement import Placement
 
@@ -43,3 +45,11 @@ def of_bits(array: jax.Array, leaf: Any) -> jax.Array:
     if not is_key(leaf):
         return array
     return jax.random.wrap_key_data(array, impl=implementation(leaf))
+
+
+def stored_dtype(dtype: np.dtype) -> np.dtype:
+    """How files have a dtype: as unsigned integers where tensorstore has none such."""
+    try:
+        return tensorstore.dtype(dtype.name).numpy_dtype
+    except (TypeError, ValueError):
+        return np.dtype(f"uint{8 * dtype.itemsize}")

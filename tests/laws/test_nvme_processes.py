@@ -94,5 +94,5 @@ def test_a_letter_to_one_process_ends_both(tmp_path):
     (tmp_path / "process_1").touch()
     (first, _, others), (second, _, own) = ran(tmp_path, "refuse", 1)
     assert first and second
-    assert "OSError: offload: process 1 refused; its own letter says why." in others
+    assert "OSError: process 1 refused; its own letter says why." in others
     assert "this process cannot write there: [Errno 20] Not a directory" in own

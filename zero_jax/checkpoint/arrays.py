@@ -31,6 +31,8 @@ import numpy as np
 import tensorstore
 from etils import epath
 
+from ..typed_keys import stored_dtype
+
 Where = tuple[slice, ...]
 Begin = Callable[[], Any]
 CHUNK_BYTES = 32 * 2**20
@@ -61,11 +63,8 @@ class Filed:
 
     @property
     def stored(self) -> np.dtype:
-        """The dtype in files: unsigned integers where tensorstore has none such."""
-        try:
-            return tensorstore.dtype(self.dtype.name).numpy_dtype
-        except (TypeError, ValueError):
-            return np.dtype(f"uint{8 * self.dtype.itemsize}")
+        """The dtype in files."""
+        return stored_dtype(self.dtype)
 
     @property
     def bytes(self) -> int:

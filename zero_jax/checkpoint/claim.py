@@ -4,14 +4,16 @@ Not here: that all processes of a run hear of a signal; in a run of several, JAX
 service sees to that.
 """
 
-import fcntl
 import os
 import signal
 import threading
+from pathlib import Path
 from typing import Any
 
 import jax
 from etils import epath
+
+from ..offload.disk_claim import lock
 
 
 class Claim:
@@ -28,21 +30,17 @@ class Claim:
             return
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            lock = os.open(folder / ".in_use_by", os.O_RDWR | os.O_CREAT)
+            self._lock = lock(
+                Path(folder, ".in_use_by"),
+                lambda owner: (
+                    f"checkpoint: {folder} is in use by the run of process {owner}. End that one, "
+                    "give this one a folder of its own, or pass read_only=True."
+                ),
+            )
+        except BlockingIOError:
+            raise
         except OSError as error:
             raise OSError(f"checkpoint: {folder} cannot be written: {error}.") from error
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            owner = os.read(lock, 20).decode()
-            os.close(lock)
-            raise OSError(
-                f"checkpoint: {folder} is in use by the run of process {owner}. End that one, give "
-                "this one a folder of its own, or pass read_only=True."
-            ) from None
-        os.truncate(lock, 0)
-        os.write(lock, str(os.getpid()).encode())
-        self._lock = lock
 
     def release(self) -> None:
         """Let another run have it."""

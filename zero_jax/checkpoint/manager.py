@@ -30,13 +30,14 @@ import jax
 import orbax.checkpoint as ocp
 from etils import epath
 
+from ..offload.disk_claim import agreed
 from ..shortfall import warn
 from ..train_state import init_train_state
 from .arrays import Arrays, DamagedError, Filed, read_index
 from .claim import Claim, Preemption
 from .handler import ReadArrays, SaveArrays
 from .leaves import parts_of
-from .reading import Restored, read_json, read_state, whole_everywhere
+from .reading import Restored, read_json, read_state
 from .subject import subjects_of
 
 PREEMPTED = 75
@@ -262,7 +263,7 @@ class Checkpointer:
             run = read_json(self.folder / str(step) / "run" / "metadata")
             return read_state(item(read_index), lambda: item(Arrays), like, tx, partial), run
 
-        state, run = whole_everywhere(read)
+        state, run = agreed(read, DamagedError)
         if data is not None:
             import grain
 

@@ -5,12 +5,9 @@ Names, shapes and dtypes are compared before any array is read and before any co
 
 import json
 from collections.abc import Callable, Collection, Iterable
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol
 
-import jax
-import numpy as np
 from etils import epath
-from jax.experimental import multihost_utils
 
 from ..placement import Placement
 from .arrays import DamagedError, Filed, Where
@@ -31,28 +28,6 @@ class Restored(NamedTuple):
     state: Any
     step: int
     extras: dict[str, Any]
-
-
-T = TypeVar("T")
-
-
-def whole_everywhere(read: Callable[[], T]) -> T:
-    """What `read` returns, if no process finds damage; all processes call this.
-
-    Raises:
-      DamagedError: one does.
-    """
-    result, error = None, None
-    try:
-        result = read()
-    except DamagedError as raised:
-        error = raised
-    failed = [error is not None]
-    if jax.process_count() > 1:
-        failed = multihost_utils.process_allgather(np.array(failed[0])).tolist()
-    if any(failed):
-        raise error or DamagedError(f"process {failed.index(True)} cannot read it")
-    return result  # pyright: ignore[reportReturnType]
 
 
 def read_json(file: epath.Path) -> dict[str, Any]:

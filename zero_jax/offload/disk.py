@@ -35,6 +35,7 @@ from jax.experimental import multihost_utils
 
 from ..offload_policy import Nvme
 from ..reporting.tables import bytes_text
+from ..typed_keys import stored_dtype
 
 COPIES = ("a", "b")
 Where = tuple[slice, ...]
@@ -57,11 +58,8 @@ class Filed:
 
     @property
     def stored(self) -> np.dtype:
-        """The dtype in files: unsigned integers where tensorstore has none such."""
-        try:
-            return tensorstore.dtype(self.dtype.name).numpy_dtype
-        except (TypeError, ValueError):
-            return np.dtype(f"uint{8 * self.dtype.itemsize}")
+        """The dtype in files."""
+        return stored_dtype(self.dtype)
 
     def bytes_of(self, where: Where) -> int:
         """Of a piece."""

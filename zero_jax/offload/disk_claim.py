@@ -21,12 +21,15 @@ from .disk import COPIES, Disk
 T = TypeVar("T")
 
 
-def agreed(check: Callable[[], T]) -> T:
+def agreed(check: Callable[[], T], elsewhere: Callable[[str], Exception] = OSError) -> T:
     """What `check` returns, if it does so in every process; all call this.
 
+    Args:
+      check: may raise.
+      elsewhere: makes the error of a process in which it did not, where it did in another.
+
     Raises:
-      Exception: what `check` raised here.
-      OSError: it raised elsewhere.
+      Exception: what `check` raised here, or `elsewhere` says.
     """
     error = result = None
     try:
@@ -39,8 +42,33 @@ def agreed(check: Callable[[], T]) -> T:
     if error is not None:
         raise error
     if any(failed):
-        raise OSError(f"offload: process {failed.index(True)} refused; its own letter says why.")
+        raise elsewhere(f"process {failed.index(True)} refused; its own letter says why.")
     return result  # pyright: ignore[reportReturnType]
+
+
+def lock(file: Path, taken: Callable[[str], str]) -> int:
+    """Lock a file for this process, and write into it which that is.
+
+    Args:
+      file: made if it is not there.
+      taken: the process that has it -> what to say.
+
+    Returns:
+      A file descriptor; closed, it gives the lock free.
+
+    Raises:
+      OSError: another process has it, or the file cannot be written.
+    """
+    opened = os.open(file, os.O_RDWR | os.O_CREAT)
+    try:
+        fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        owner = os.read(opened, 20).decode()
+        os.close(opened)
+        raise BlockingIOError(taken(owner)) from None
+    os.truncate(opened, 0)
+    os.write(opened, str(os.getpid()).encode())
+    return opened
 
 
 def open_disk(policy: Nvme) -> tuple[Disk, dict[str, dict[str, Any]]]:
@@ -64,25 +92,22 @@ def open_disk(policy: Nvme) -> tuple[Disk, dict[str, dict[str, Any]]]:
     try:
         for copy in COPIES:
             (path / copy).mkdir(parents=True, exist_ok=True)
-        lock = os.open(path / "lock", os.O_RDWR | os.O_CREAT)
+        held = lock(
+            path / "lock",
+            lambda owner: (
+                f"offload: {path} is in use by process {owner}; two cannot share it. End that one "
+                "(or drop its state), or give this one another path."
+            ),
+        )
+    except BlockingIOError:
+        raise
     except OSError as error:
         raise OSError(
             f"offload: Nvme(path={str(root)!r}): this process cannot write there: {error}."
         ) from error
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        owner = os.read(lock, 20).decode()
-        os.close(lock)
-        raise OSError(
-            f"offload: {path} is in use by process {owner}; two cannot share it. End that one "
-            "(or drop its state), or give this one another path."
-        ) from None
-    os.truncate(lock, 0)
-    os.write(lock, str(os.getpid()).encode())
     found = {copy: mark for copy in COPIES if (mark := _mark(path / copy)) is not None}
     if found and policy.existing == "refuse":
-        os.close(lock)
+        os.close(held)
         last = max(mark["version"] for mark in found.values())
         raise ValueError(
             f"offload: {path} has a training state, complete after {last} steps. Pass "
@@ -90,7 +115,7 @@ def open_disk(policy: Nvme) -> tuple[Disk, dict[str, dict[str, Any]]]:
         )
     if policy.existing != "resume":
         found = {}
-    return Disk(policy, path, lock), found
+    return Disk(policy, path, held), found
 
 
 def _mark(copy: Path) -> dict[str, Any] | None:
