@@ -25,6 +25,7 @@ from laws.step_subjects import mesh_of
 import zero_jax
 from zero_jax import Nvme
 from zero_jax.checkpoint import PREEMPTED, Checkpointer
+from zero_jax.checkpoint.arrays import CHUNK_BYTES, chunk_of
 from zero_jax.typed_keys import bits_of
 
 TESTS = Path(__file__).parent
@@ -312,6 +313,17 @@ def test_a_damaged_checkpoint_is_passed_over(damage, checkpointer):
     same(bits(restored.state), left)
     assert checkpointer.save(2, state)  # in its place
     assert checkpointer.restore(lay_out(2, 1)).step == 2
+
+
+@pytest.mark.parametrize(
+    ("shape", "least"),
+    [((4096, 4096), 2**24), ((49999, 1024), 2**24), ((49999, 49999), 2), ((3, 2**25), 2**24)],
+)
+def test_a_chunk_is_a_whole_part_of_a_part(shape, least):
+    """And as large as the dims' factors let it be."""
+    chunk = chunk_of(shape, 4)
+    assert all(n % c == 0 for n, c in zip(shape, chunk, strict=True))
+    assert least <= np.prod(chunk, dtype=np.int64) * 4 <= CHUNK_BYTES
 
 
 def test_a_full_disk_loses_nothing(checkpointer):

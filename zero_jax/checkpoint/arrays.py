@@ -170,8 +170,10 @@ def chunk_of(shape: Sequence[int], itemsize: int) -> tuple[int, ...]:
     """A chunk of a device's part: as large as may be, of which the part has a whole number."""
     chunk = [max(1, n) for n in shape]
     while math.prod(chunk) * itemsize > CHUNK_BYTES:
-        dim = max(range(len(chunk)), key=lambda d: chunk[d])
-        chunk[dim] //= next(f for f in range(2, chunk[dim] + 1) if chunk[dim] % f == 0)
+        factors = [(next(f for f in range(2, n + 1) if n % f == 0), d)
+                   for d, n in enumerate(chunk) if n > 1]  # fmt: skip
+        factor, dim = min(factors)  # the first dim that can be cut by least
+        chunk[dim] //= factor
     return tuple(chunk)
 
 
