@@ -282,7 +282,7 @@ def test_what_is_not_there(checkpointer):
     with pytest.raises(FileNotFoundError, match="has not a checkpoint"):
         checkpointer.restore(lay_out())
     checkpointer.save(1, lay_out())
-    with pytest.raises(FileNotFoundError, match=r"has not one of step 5; there are \[1\]"):
+    with pytest.raises(FileNotFoundError, match=r"has not one of step 5; it has \[1\]"):
         checkpointer.restore(lay_out(), step=5)
 
 

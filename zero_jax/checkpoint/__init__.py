@@ -12,7 +12,7 @@ loses a byte. The room, from the ground up:
 Only this room imports Orbax.
 """
 
-from .manager import PREEMPTED as PREEMPTED
+from .claim import PREEMPTED as PREEMPTED
 from .manager import Checkpointer as Checkpointer
 from .opened import Opened as Opened
 from .opened import open_checkpoint as open_checkpoint

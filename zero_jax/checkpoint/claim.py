@@ -15,6 +15,9 @@ from etils import epath
 
 from ..offload.disk_claim import lock
 
+PREEMPTED = 75
+"""Exit status of a run that was told to end and has saved: start it again (EX_TEMPFAIL)."""
+
 
 class Claim:
     """A lock on a folder of this machine, held by a run's first process; a bucket has none."""
@@ -55,15 +58,14 @@ class Preemption:
     def __init__(self) -> None:
         self.reached = False
         self._before: Any = None
-        alone = jax.process_count() == 1
-        self._listens = alone and threading.current_thread() is threading.main_thread()
+        self._listens = threading.current_thread() is threading.main_thread()
         if self._listens:
             self._before = signal.signal(signal.SIGTERM, self._hear)
 
     def release(self) -> None:
         """Let the signal do what it did before."""
         if self._listens:
-            signal.signal(signal.SIGTERM, self._before)
+            signal.signal(signal.SIGTERM, self._before or signal.SIG_DFL)
             self._listens = False
 
     def _hear(self, *_: Any) -> None:

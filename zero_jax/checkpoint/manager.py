@@ -34,14 +34,12 @@ from ..offload.disk_claim import agreed
 from ..shortfall import warn
 from ..train_state import init_train_state
 from .arrays import Arrays, DamagedError, Filed, read_index
-from .claim import Claim, Preemption
+from .claim import PREEMPTED, Claim, Preemption
 from .handler import ReadArrays, SaveArrays
 from .leaves import parts_of
 from .reading import Restored, read_json, read_state
 from .subject import subjects_of
 
-PREEMPTED = 75
-"""Exit status of a run that was told to end and has saved: start it again (EX_TEMPFAIL)."""
 LIBRARIES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "zero_jax")
 
 
@@ -73,12 +71,11 @@ class Checkpointer:
         for name, value in (("keep", 1 if keep is None else keep), ("every", every)):
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ValueError(f"{name}={value!r}; expected a number of at least 1.")
-        path = epath.Path(folder)
-        self.folder = path if "://" in str(folder) else epath.Path(Path(folder).absolute())
+        self.folder = epath.Path(folder if "://" in str(folder) else Path(folder).absolute())
         self._read_only, self._every = read_only, every
         self._saved: set[int] = set()
         self._claim = None if read_only else Claim(self.folder)
-        self._preemption = None if read_only else Preemption()
+        self._preemption: Preemption | None = None
         options = ocp.CheckpointManagerOptions(
             max_to_keep=keep,
             enable_async_checkpointing=background,
@@ -179,9 +176,8 @@ class Checkpointer:
         self.wait()
         steps = self._steps()[::-1]
         if not steps or (step is not None and step not in steps):
-            there = f"; there are {steps[::-1]}" if steps else ""
-            which = "a checkpoint" if step is None else f"one of step {step}"
-            raise FileNotFoundError(f"checkpoint: {self.folder} has not {which}{there}.")
+            which = "a checkpoint" if step is None else f"one of step {step}; it has {steps[::-1]}"
+            raise FileNotFoundError(f"checkpoint: {self.folder} has not {which}.")
         for one in steps if step is None else [step]:
             try:
                 return self._read(one, like, tx, data, partial)
@@ -214,10 +210,14 @@ class Checkpointer:
         return max(self._steps(), default=None)
 
     def preempted(self, step: int) -> bool:
-        """Whether this run was told to end (SIGTERM, to any of its processes); all call this."""
+        """Whether this run was told to end (SIGTERM, to any of its processes); all call this.
+
+        From the first call on the signal does not end the process by itself.
+        """
         if jax.process_count() > 1:
             return self._manager.reached_preemption(step)
-        return self._preemption is not None and self._preemption.reached
+        self._preemption = self._preemption or Preemption()
+        return self._preemption.reached
 
     def exit_if_preempted(self, step: int, state: Any, *args: Any, **options: Any) -> None:
         """If the run was told to end, save, and exit with status 75; arguments as for `save`."""
