@@ -29,7 +29,7 @@ from lm.partitioning import layouts_by_stage, zero_options
 from lm.run import Run
 from lm.sampling import continue_text
 from lm.schema import LanguageModelRun
-from lm.step import ExplicitStep, Step, make_step
+from lm.step import make_step, update_traffic
 
 import zero_jax
 from zero_jax.checkpoint import Checkpointer
@@ -57,9 +57,8 @@ def main(arguments: Arguments) -> None:
 
     run = Run(arguments.config.stem, cfg)
     checkpointer = Checkpointer(run.folder / "checkpoints", **vars(cfg.checkpoint))
-    state, start, _ = checkpointer.restore_or_init(
-        create, jax.random.key(cfg.run.seed), **zero_options(cfg)
-    )
+    key = jax.random.key(cfg.run.seed)
+    state, start, _ = checkpointer.restore_or_init(create, key, **zero_options(cfg))
     tx = state.tx
 
     def apply(params, tokens: jax.Array):
@@ -81,27 +80,14 @@ def main(arguments: Arguments) -> None:
             loss, seconds = float(loss), time.perf_counter() - started
             due = step % cfg.run.eval_every == 0 or step == cfg.run.steps
             run.log(step, loss, seconds, validation_loss(state.params, state) if due else None)
-            extras = {"config": run.config}
-            checkpointer.save(step, state, extras, force=step == cfg.run.steps)
-            checkpointer.exit_if_preempted(step, state, extras)
+            run.checkpoint(checkpointer, step, state)
 
-        state, moved = _update_traffic(state, train_step, cfg)
+        state, moved = update_traffic(state, train_step, cfg)
         run.say_moved(moved)
 
     prompt = corpus.validation_prompt
     text = continue_text(apply, state.params, prompt, cfg.run)
     run.finish(prompt, text, layouts_by_stage(create, cfg))
-
-
-def _update_traffic(
-    state: TrainState, step: Step, cfg: LanguageModelRun
-) -> tuple[TrainState, zero_jax.UpdateTraffic | None]:
-    """What an update has moved; None where it moves nothing."""
-    if isinstance(step, ExplicitStep) and step.step.traffic is not None:
-        return state, step.step.traffic
-    if cfg.offload.optimizer and cfg.offload.update_on == "device":
-        return zero_jax.measure_update(state)
-    return state, None
 
 
 if __name__ == "__main__":

@@ -66,9 +66,8 @@ def main(arguments: Arguments) -> None:
 
     run = Run(arguments.config.stem, cfg)
     checkpointer = Checkpointer(run.folder / "checkpoints", **vars(cfg.checkpoint))
-    state, start, _ = checkpointer.restore_or_init(
-        create, jax.random.key(cfg.run.seed), **zero_options(cfg)
-    )
+    key = jax.random.key(cfg.run.seed)
+    state, start, _ = checkpointer.restore_or_init(create, key, **zero_options(cfg))
     train_step = make_step(cfg)
     graph, wrapped = nnx.graphdef(state[0]), state[1].tx
 
@@ -89,9 +88,7 @@ def main(arguments: Arguments) -> None:
             seconds = time.perf_counter() - started
             due = step % cfg.run.eval_every == 0 or step == cfg.run.steps
             run.log(step, loss, seconds, validation_loss(arrays(), state) if due else None)
-            extras = {"config": run.config}
-            checkpointer.save(step, state, extras, force=step == cfg.run.steps)
-            checkpointer.exit_if_preempted(step, state, extras)
+            run.checkpoint(checkpointer, step, state)
 
     prompt = corpus.validation_prompt
     text = continue_text(apply, arrays(), prompt, cfg.run)

@@ -15,6 +15,7 @@ import csv
 import itertools
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import tensorboardX
 from rich import progress
@@ -24,6 +25,7 @@ from rich.text import Text
 
 import zero_jax
 from zero_jax import config
+from zero_jax.checkpoint import Checkpointer
 from zero_jax.reporting import plots
 from zero_jax.reporting.tables import bytes_text
 
@@ -48,8 +50,8 @@ class Run:
           cfg: the effective configuration.
         """
         self.folder = _create_folder(name, cfg.run.folder)
-        self.config = config.to_toml(cfg)
-        (self.folder / "config.toml").write_text(self.config, encoding="utf-8")
+        self._config = config.to_toml(cfg)
+        (self.folder / "config.toml").write_text(self._config, encoding="utf-8")
         self._steps = cfg.run.steps
         self._tokens = cfg.data.batch_size * cfg.model.sequence_length
         self._console = Console()
@@ -117,6 +119,12 @@ class Run:
         speed = f"{row['tokens_per_second']:,.0f} tokens/s"
         text = f"loss {loss:.3f}, {speed}, state {self._memory} a device"
         self._bar.update(self._task, completed=step, description=text)
+
+    def checkpoint(self, checkpointer: Checkpointer, step: int, state: Any) -> None:
+        """Save the state if it is time to, or the run was told to end, which it does then."""
+        extras = {"config": self._config}
+        checkpointer.save(step, state, extras, force=step == self._steps)
+        checkpointer.exit_if_preempted(step, state, extras)
 
     def say_moved(self, moved: zero_jax.UpdateTraffic | None) -> None:
         """Say what an update moves between devices, host memory and files, and how fast."""

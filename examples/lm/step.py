@@ -62,3 +62,14 @@ def _annotated_step(cfg: LanguageModelRun) -> Step:
         return state.apply_gradients(grads=grads), loss
 
     return train_step
+
+
+def update_traffic(
+    state: TrainState, step: Step, cfg: LanguageModelRun
+) -> tuple[TrainState, zero_jax.UpdateTraffic | None]:
+    """What an update has moved; None where it moves nothing."""
+    if isinstance(step, ExplicitStep) and step.step.traffic is not None:
+        return state, step.step.traffic
+    if cfg.offload.optimizer and cfg.offload.update_on == "device":
+        return zero_jax.measure_update(state)
+    return state, None
