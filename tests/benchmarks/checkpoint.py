@@ -134,7 +134,8 @@ def main() -> None:
     lines = [
         "# Checkpoints against plain Orbax",
         "",
-        f"`python tests/benchmarks/checkpoint.py --mib {arguments.mib} --rounds {arguments.rounds}`, "
+        f"`python tests/benchmarks/checkpoint.py --mib {arguments.mib} "
+        f"--rounds {arguments.rounds}`, "
         f"jax {jax.__version__}, 8 CPU devices, stage 3: medians, and the ratio of bytes a second.",
         "",
         "| state | what | ours | Orbax | ratio |",
