@@ -121,6 +121,30 @@ def test_a_damaged_checkpoint_is_an_error(tmp_path, capsys):
     assert err.startswith(f"zero-jax: {tmp_path}, step 1: ")
 
 
+def test_a_folder_as_seen_from_here(saved, capsys, monkeypatch):
+    """Relative, as people write it."""
+    monkeypatch.chdir(saved[0].parent)
+    assert "are the same" in said(capsys, "diff", saved[0].name, saved[0].name).out
+
+
+def test_weights_are_the_parameters_alone(tmp_path, capsys):
+    """Two states in a container, of which an optimizer keeps what it calls params."""
+
+    def init(params):
+        return {"params": params, "master": jax.tree.map(jnp.zeros_like, params)}
+
+    slow = optax.GradientTransformation(init, lambda g, s, p=None: (g, s))
+    with Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(1, {"g": lay_out(half=False, tx=slow), "d": lay_out()})
+    found = dict(open_checkpoint(tmp_path).weights())
+    leaves = jax.tree.leaves(subject.create(optax.sgd(1.0)).params)
+    assert len(found) == 2 * len(leaves)
+    assert found["g/Dense_1/kernel"] == "g/params/Dense_1/kernel"
+    assert found["d/Dense_1/kernel"] == "d/master/Dense_1/kernel"
+    out = said(capsys, "inspect", str(tmp_path)).out
+    assert "g/opt_state" in out and "d/master" in out
+
+
 @pytest.mark.parametrize("sharded", [None, "0.000004GB"])
 def test_out_and_in_again(sharded, saved, tmp_path, capsys):
     """Master copies go out, in fp32; they come into a state of another layout bit for bit."""

@@ -25,7 +25,6 @@ from .planning.hardware import memory_size
 from .planning.memory import whole_number
 from .planning.program import find_builder
 from .planning.topology import parse_topology
-from .reporting.checkpoint_table import diff_table, inspect_table
 from .reporting.doctor_table import doctor_table
 from .reporting.page import plan_page
 from .reporting.plan_table import plan_json, plan_table
@@ -143,6 +142,7 @@ def inspect(folder: tyro.conf.Positional[Path], /, step: int | None = None) -> N
       step: Which; by default the last.
     """
     from .checkpoint.opened import open_checkpoint  # Orbax, which takes its time
+    from .reporting.checkpoint_table import inspect_table
 
     Console().print(inspect_table(open_checkpoint(folder, step)))
 
@@ -164,6 +164,7 @@ def diff(
     """
     from .checkpoint.difference import differences
     from .checkpoint.opened import open_checkpoint
+    from .reporting.checkpoint_table import diff_table
 
     found = [*differences(open_checkpoint(a, step_a), open_checkpoint(b, step_b))]
     Console().print(diff_table(found))

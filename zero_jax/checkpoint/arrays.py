@@ -24,6 +24,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -70,6 +71,11 @@ class Filed:
     def bytes(self) -> int:
         """Of all values."""
         return math.prod(self.shape) * self.dtype.itemsize
+
+
+def folder_of(path: str | Path) -> epath.Path:
+    """A folder on this machine, from the root as tensorstore and Orbax want it; or in a bucket."""
+    return epath.Path(path if "://" in str(path) else Path(path).absolute())
 
 
 def write_index(folder: epath.Path, index: dict[str, Filed]) -> None:

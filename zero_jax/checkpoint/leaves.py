@@ -30,6 +30,7 @@ from ..residence import place as put
 from ..typed_keys import bits_of, implementation, is_key, of_bits, place_of_bits
 from .arrays import Begin, Filed, Where, chunk_of, clipped, in_turns, is_empty
 
+TREES = ("params", "opt_state", "master", "loss_scale", "pending", "other")
 _WRAPPERS = ((LossScaled, "loss_scale"), (Delayed, "pending"), (MasterWeights, "master"))
 
 
@@ -65,6 +66,14 @@ def names_of(layout: Layout) -> list[str]:
     for p in jax.tree.leaves(state):
         names[id(p)] = f"opt_state/{p.leaf.path.removeprefix(prefix) or 'value'}"
     return [names[id(p)] for p in places_of(layout)]
+
+
+def parted(name: str) -> tuple[str, str, str]:
+    """The key of a state in a container (with its "/", or ""), the tree, the path."""
+    first = name.partition("/")[0]
+    key = "" if first in TREES else f"{first}/"
+    tree, _, path = name.removeprefix(key).partition("/")
+    return key, tree, path
 
 
 def places_of(layout: Layout) -> list[Placement]:

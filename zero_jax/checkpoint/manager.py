@@ -33,7 +33,7 @@ from etils import epath
 from ..offload.disk_claim import agreed
 from ..shortfall import warn
 from ..train_state import init_train_state
-from .arrays import Arrays, DamagedError, Filed, read_index
+from .arrays import Arrays, DamagedError, Filed, folder_of, read_index
 from .claim import PREEMPTED, Claim, Preemption
 from .handler import ReadArrays, SaveArrays
 from .leaves import parts_of
@@ -71,7 +71,7 @@ class Checkpointer:
         for name, value in (("keep", 1 if keep is None else keep), ("every", every)):
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ValueError(f"{name}={value!r}; expected a number of at least 1.")
-        self.folder = epath.Path(folder if "://" in str(folder) else Path(folder).absolute())
+        self.folder = folder_of(folder)
         self._read_only, self._every = read_only, every
         self._saved: set[int] = set()
         self._claim = None if read_only else Claim(self.folder)

@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 from etils import epath
 
-from .arrays import Arrays, DamagedError, Filed, read_index
+from .arrays import Arrays, DamagedError, Filed, folder_of, read_index
+from .leaves import parted
 from .reading import read_json
 
 
@@ -53,11 +54,10 @@ class Opened:
     def weights(self) -> Iterator[tuple[str, str]]:
         """Path of a parameter, and the name of the leaf that has it best: its master copy."""
         for name in self.index:
-            for tree in ("params", "master"):
-                before, found, path = f"/{name}".rpartition(f"/{tree}/")
-                wide = f"{before}/master/{path}".removeprefix("/")
-                if found and (tree == "master" or wide not in self.index):
-                    yield f"{before}/{path}".lstrip("/"), name
+            key, tree, path = parted(name)
+            if tree == "params":
+                master = f"{key}master/{path}"
+                yield key + path, master if master in self.index else name
 
 
 def open_checkpoint(folder: str | Path, step: int | None = None) -> Opened:
@@ -71,7 +71,7 @@ def open_checkpoint(folder: str | Path, step: int | None = None) -> Opened:
       FileNotFoundError: it is not there.
       DamagedError: it cannot be read.
     """
-    path = epath.Path(folder)
+    path = folder_of(folder)
     # Orbax gives a checkpoint its number when it is complete.
     steps = sorted(int(d.name) for d in path.iterdir() if d.name.isdigit()) if path.exists() else []
     if not steps or (step is not None and step not in steps):

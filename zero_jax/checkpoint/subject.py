@@ -3,7 +3,7 @@
 A container of states (a GAN's two) has the names of each under its key.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -98,7 +98,7 @@ def for_each(state: Any, tx: Any, function: Callable[[Subject], Any]) -> Any:
     """`function` of each training state; a container's results in a container of its type."""
     if not is_container(state):
         return function(_subject(state, tx))
-    keys = iter(state if isinstance(state, dict) else range(len(state)))
+    keys = iter(state if isinstance(state, Mapping) else range(len(state)))
 
     def one(member: Any, its_tx: Any) -> Any:
         return function(replace(_subject(member, its_tx), prefix=f"{next(keys)}/"))

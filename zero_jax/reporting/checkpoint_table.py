@@ -5,20 +5,18 @@ Not here: reading checkpoints (`zero_jax.checkpoint`).
 
 import json
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from ..checkpoint.difference import Difference
+from ..checkpoint.leaves import parted
+from ..checkpoint.opened import Opened
 from .tables import bytes_text
 
-if TYPE_CHECKING:
-    from ..checkpoint.difference import Difference
-    from ..checkpoint.opened import Opened
 
-
-def inspect_table(opened: "Opened") -> RenderableType:
+def inspect_table(opened: Opened) -> RenderableType:
     """Leaves of a checkpoint, sums of its trees, and what was saved beside them."""
     leaves = Table(box=None, pad_edge=False)
     for title in ("leaf", "shape", "dtype"):
@@ -26,7 +24,7 @@ def inspect_table(opened: "Opened") -> RenderableType:
     leaves.add_column("bytes", justify="right")
     sums: dict[str, int] = {}
     for name, filed in sorted(opened.index.items()):
-        tree = name.rpartition("/")[0] and name.split("/")[0]
+        tree = "".join(parted(name)[:2])
         sums[tree] = sums.get(tree, 0) + filed.bytes
         dtype = f"{filed.dtype.name}, {filed.key} keys" if filed.key else filed.dtype.name
         leaves.add_row(name, str(list(filed.shape)), dtype, bytes_text(filed.bytes))
@@ -49,7 +47,7 @@ def inspect_table(opened: "Opened") -> RenderableType:
     return Group(*parts)
 
 
-def diff_table(found: Sequence["Difference"]) -> RenderableType:
+def diff_table(found: Sequence[Difference]) -> RenderableType:
     """Leaves that differ, and how many do not."""
     apart = [d for d in found if d.what]
     same = Text(f"{len(found) - len(apart)} of {len(found)} leaves are the same, bit for bit")
